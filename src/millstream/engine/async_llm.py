@@ -1,0 +1,258 @@
+"""The engine as the API process sees it: `generate` gives the deltas of one request.
+
+One reader task takes the engine's messages; every request has one slot per answer and one event. A reader that is
+slower than the engine finds its deltas merged, so nothing queues up and nobody waits for anybody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from millstream import errors
+from millstream.config import EngineConfig
+from millstream.engine.client import EngineClient
+from millstream.engine.metrics import EngineMetrics
+from millstream.engine.output_processor import OutputProcessor, RequestOutput
+from millstream.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    MillstreamError,
+    ModelError,
+    OverloadedError,
+)
+from millstream.log import log
+from millstream.messages import (
+    AbortRequests,
+    EngineFailed,
+    EngineOutputs,
+    EngineProgress,
+    EngineReady,
+    EngineRequest,
+    RequestRefused,
+    WorkerInfo,
+)
+from millstream.request import FinishReason, SamplingParams, check_fits
+from millstream.tokenizer.tokenizer import Tokenizer
+
+
+class _Stream:
+    """The deltas of one request's answers that were not read yet."""
+
+    def __init__(self) -> None:
+        self._deltas: dict[int, RequestOutput] = {}
+        self._error: Exception | None = None
+        self._event = asyncio.Event()
+
+    def put(self, delta: RequestOutput) -> None:
+        waiting = self._deltas.get(delta.index)
+        if waiting is None:
+            self._deltas[delta.index] = delta
+        else:
+            waiting.merge(delta)
+        self._event.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._event.set()
+
+    async def take(self) -> list[RequestOutput]:
+        """Wait for news; raises what `fail` was given once all deltas before it were taken."""
+        await self._event.wait()
+        deltas, self._deltas = list(self._deltas.values()), {}
+        if not deltas and self._error is not None:
+            raise self._error
+        if self._error is None:
+            self._event.clear()
+        return deltas
+
+
+class AsyncLLM:
+    """A running engine process, with tokenizer and metrics."""
+
+    info: WorkerInfo
+    """What the engine told when it was ready; unset before."""
+
+    def __init__(self, client: EngineClient, *, config: EngineConfig, tokenizer: Tokenizer, model_name: str) -> None:
+        """Over a client whose engine process was started (it takes a while, so begin with that)."""
+        self.tokenizer = tokenizer
+        self.metrics = EngineMetrics(model_name)
+        self._config = config
+        self._client = client
+        self._processor = OutputProcessor(tokenizer, metrics=self.metrics)
+        self._streams: dict[str, _Stream] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[WorkerInfo] | None = None
+        self._death: EngineDeadError | None = None
+        self._sends: set[asyncio.Future[None]] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        """The engine has loaded its model and lives."""
+        return self._death is None and self._ready is not None and self._ready.done() and not self._ready.cancelled()
+
+    @property
+    def is_dead(self) -> bool:
+        return self._death is not None
+
+    async def start(self, *, on_progress: Callable[[int, int], None] = lambda done, total: None) -> WorkerInfo:
+        """Wait until the engine is ready; `on_progress` is told the bytes of weights loaded, and all.
+
+        Raises ConfigError or ModelError where the settings or the model don't work, EngineDeadError otherwise.
+        """
+        self._ready = asyncio.get_running_loop().create_future()
+        self._reader = asyncio.create_task(self._read(self._ready, on_progress), name="engine-reader")
+        self.info = await self._ready
+        return self.info
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait until the engine has died (or was stopped)."""
+        assert self._reader is not None, "the engine was not started"
+        await asyncio.wait({self._reader})
+        return self._death or EngineDeadError("The engine was stopped")
+
+    async def stop(self) -> None:
+        """End the engine process; open requests get an EngineDeadError."""
+        if self._death is None:
+            self._fail(EngineDeadError("The server is shutting down"))
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        await self._client.stop()
+
+    async def generate(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        skip_special_tokens: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """The deltas of all `params.n` answers, as they come.
+
+        Raises InvalidRequestError, ContextLengthError or OverloadedError before the first delta, EngineDeadError at
+        any time. Closing the iterator early aborts what is still running.
+        """
+        self._admit(prompt_token_ids, params)
+        stream = _Stream()
+        open_ids: dict[int, str] = {}
+        base_seed = params.seed or 0
+        for index in range(params.n):
+            engine_id = request_id if params.n == 1 else f"{request_id}-{index}"
+            if engine_id in self._streams:
+                raise InvalidRequestError(f"A request called {engine_id} is running already", param="request_id")
+            open_ids[index] = engine_id
+        try:
+            for index, engine_id in open_ids.items():
+                # the answers to one prompt differ by their seeds, counted up from the request's; prompt
+                # log-probabilities are the same for all
+                answer_params = msgspec.structs.replace(
+                    params, seed=base_seed + index, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None
+                )
+                self._streams[engine_id] = stream
+                self._processor.add(
+                    engine_id,
+                    request_id=request_id,
+                    index=index,
+                    prompt_token_ids=prompt_token_ids,
+                    params=answer_params,
+                    sink=stream.put,
+                    skip_special_tokens=skip_special_tokens,
+                )
+                await self._client.send(EngineRequest(engine_id, prompt_token_ids, answer_params, priority, cache_salt))
+            while open_ids:
+                for delta in await stream.take():
+                    if delta.finish_reason is not None:
+                        del self._streams[open_ids.pop(delta.index)]
+                    yield delta
+        finally:
+            self._abort(list(open_ids.values()))
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    def _admit(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        """Refuse at the door what can't be run."""
+        if self._death is not None:
+            raise self._death
+        if not self.is_ready:
+            raise OverloadedError("The model is still being loaded", code="model_loading")
+        if not prompt_token_ids:
+            raise InvalidRequestError("The prompt is empty", param="prompt")
+        params.check_vocab(self.info.vocab_size)
+        check_fits(len(prompt_token_ids), params.max_tokens, max_model_len=self.info.max_model_len)
+        limits = self._config.scheduler
+        if len(self._streams) + params.n > limits.max_num_waiting + limits.max_num_seqs:
+            raise OverloadedError(
+                f"{len(self._streams)} requests are open: at most {limits.max_num_seqs} run at once "
+                f"(--max-num-seqs) and {limits.max_num_waiting} wait (--max-num-waiting)"
+            )
+
+    def _abort(self, engine_ids: list[str]) -> None:
+        for engine_id in engine_ids:
+            self._streams.pop(engine_id, None)
+        aborted = [i for i in engine_ids if self._processor.drop(i)]
+        if aborted and self._death is None:
+            self._send_soon(AbortRequests(aborted))
+
+    def _send_soon(self, message: AbortRequests) -> None:
+        task = asyncio.ensure_future(self._client.send(message))
+        # the loop keeps only weak references to tasks
+        self._sends.add(task)
+        task.add_done_callback(self._sends.discard)
+
+    # -- the reader ---------------------------------------------------------------------------------------------
+
+    async def _read(self, ready: asyncio.Future[WorkerInfo], on_progress: Callable[[int, int], None]) -> None:
+        try:
+            while True:
+                match await self._client.receive():
+                    case EngineOutputs() as outputs:
+                        stopped = self._processor.process(outputs)
+                        if stopped:
+                            await self._client.send(AbortRequests(stopped, FinishReason.STOP))
+                    case RequestRefused() as refused:
+                        self._refuse(refused)
+                    case EngineProgress(done, total):
+                        on_progress(done, total)
+                    case EngineReady(info):
+                        if not ready.done():
+                            ready.set_result(info)
+                    case EngineFailed() as failed:
+                        raise _error_of(failed)
+        except MillstreamError as e:
+            death = e if isinstance(e, EngineDeadError) else EngineDeadError(str(e))
+            if not ready.done():
+                self._death = death
+                ready.set_exception(e)
+                return
+            log.error("%s", e)
+            self._fail(death)
+        except Exception as e:
+            log.exception("The reader of the engine's messages failed")
+            self._fail(EngineDeadError(f"The reader of the engine's messages failed: {e}"))
+
+    def _refuse(self, refused: RequestRefused) -> None:
+        stream = self._streams.get(refused.request_id)
+        if stream is not None:
+            self._processor.drop(refused.request_id)
+            stream.fail(getattr(errors, refused.error)(refused.message, param=refused.param))
+
+    def _fail(self, death: EngineDeadError) -> None:
+        self._death = death
+        for stream in self._streams.values():
+            stream.fail(death)
+
+
+def _error_of(failed: EngineFailed) -> MillstreamError:
+    """The engine's own error class where it is a user's to mend, else EngineDeadError."""
+    cls = getattr(errors, failed.error, None)
+    if isinstance(cls, type) and issubclass(cls, (ConfigError, ModelError)):
+        return cls(failed.message)
+    return EngineDeadError(f"The engine failed: {failed.error}: {failed.message}")

@@ -1,0 +1,272 @@
+"""The engine process: `python -m millstream.engine.process`, started by EngineClient.
+
+It reads its EngineStart from standard input, answers on a zmq socket, and ends when it is told to or when standard
+input closes, which is how it learns that its parent is gone. While idle it blocks in `poll`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import msgspec
+import zmq
+
+from millstream.config import EngineConfig
+from millstream.engine.busy_period import BusyPeriod
+from millstream.engine.core import EngineCore
+from millstream.errors import MillstreamError, RequestError
+from millstream.executor.base import make_executor
+from millstream.log import configure, log
+from millstream.messages import (
+    AbortRequests,
+    EngineFailed,
+    EngineOutputs,
+    EngineProgress,
+    EngineReady,
+    EngineRequest,
+    EngineStart,
+    FromEngine,
+    Hello,
+    RequestRefused,
+    Shutdown,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+from millstream.request import Request
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+_PROGRESS_SECONDS = 0.05
+
+
+class EngineSocket:
+    """The engine's end of the socket: knows which client asked for which request."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        # never drop: what a slow client has not read yet waits here
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.bind(address)
+        self._clients: list[bytes] = []
+        self.owners: dict[str, bytes] = {}
+
+    def receive(self, timeout: float | None) -> list[tuple[bytes, ToEngine]]:
+        """All messages that are there; waits up to `timeout` seconds (None: for ever) for the first."""
+        messages: list[tuple[bytes, ToEngine]] = []
+        if timeout != 0:
+            self._socket.poll(None if timeout is None else max(0, int(timeout * 1000 + 0.5)))
+        while True:
+            try:
+                client, data = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            message = decode_to_engine(data)
+            if isinstance(message, Hello):
+                self._clients.append(client)
+            messages.append((client, message))
+
+    def send(self, client: bytes, message: FromEngine) -> None:
+        self._socket.send_multipart((client, encode(message)))
+
+    def broadcast(self, message: FromEngine) -> None:
+        for client in self._clients:
+            self.send(client, message)
+
+    def send_outputs(self, outputs: EngineOutputs) -> None:
+        """To each client what is new of its own requests, in one message."""
+        for client, part in self._split(outputs):
+            self.send(client, part)
+        for request_id, reason in zip(outputs.request_ids, outputs.finish_reasons, strict=True):
+            if reason is not None:
+                self.owners.pop(request_id, None)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _split(self, outputs: EngineOutputs) -> list[tuple[bytes, EngineOutputs]]:
+        if len(self._clients) == 1:
+            return [(self._clients[0], outputs)]
+        parts = []
+        for n, client in enumerate(self._clients):
+            rows = [i for i, r in enumerate(outputs.request_ids) if self.owners.get(r) == client]
+            ids = [outputs.request_ids[i] for i in rows]
+            part = EngineOutputs(
+                ids,
+                [outputs.new_token_ids[i] for i in rows],
+                [outputs.finish_reasons[i] for i in rows],
+                [outputs.stop_reasons[i] for i in rows],
+                [outputs.num_cached_tokens[i] for i in rows],
+                logprobs={r: outputs.logprobs[r] for r in ids if r in outputs.logprobs},
+                prompt_logprobs={r: outputs.prompt_logprobs[r] for r in ids if r in outputs.prompt_logprobs},
+                # counters must be counted once
+                stats=outputs.stats if n == 0 else None,
+            )
+            if ids or n == 0:
+                parts.append((client, part))
+        return parts
+
+
+class EngineProcess:
+    """Moves messages between the socket and an EngineCore."""
+
+    def __init__(self, core: EngineCore, socket: EngineSocket, *, batch_window: float) -> None:
+        self._core = core
+        self._socket = socket
+        self._batch_window = batch_window
+        self._open: dict[str, tuple[Request, float]] = {}
+        self._period: BusyPeriod | None = None
+        self._stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        while not self._stopping:
+            self._receive()
+            if self._stopping:
+                break
+            outputs = self._core.step()
+            if outputs is not None:
+                self._settle(outputs)
+            if not self._core.has_work:
+                self._fall_idle()
+
+    def _receive(self) -> None:
+        """Take what clients sent. Idle, wait for it, then up to the batch window for more."""
+        was_idle = not self._core.has_work
+        self._take(self._socket.receive(None if was_idle else 0))
+        if not (was_idle and self._batch_window and self._core.has_work):
+            return
+        deadline = time.monotonic() + self._batch_window
+        scheduler = self._core.scheduler
+        while (left := deadline - time.monotonic()) > 0 and not self._stopping:
+            if scheduler.num_waiting >= scheduler.max_num_running:
+                break
+            self._take(self._socket.receive(left))
+
+    def _take(self, messages: list[tuple[bytes, ToEngine]]) -> None:
+        for client, message in messages:
+            match message:
+                case EngineRequest():
+                    self._add(client, message)
+                case AbortRequests():
+                    self._abort(message)
+                case Hello():
+                    self._socket.send(client, EngineReady(self._core.info))
+                case Shutdown():
+                    self._stopping = True
+
+    def _add(self, client: bytes, message: EngineRequest) -> None:
+        try:
+            request = self._core.add(message)
+        except RequestError as e:
+            self._socket.send(client, RequestRefused(message.request_id, type(e).__name__, e.message, e.param))
+            return
+        self._socket.owners[message.request_id] = client
+        self._open[request.request_id] = (request, time.monotonic())
+        if self._period is None:
+            self._period = BusyPeriod()
+        self._period.num_requests += 1
+        log.info("Request %s with %d prompt tokens added", request.request_id, request.num_prompt_tokens)
+
+    def _abort(self, message: AbortRequests) -> None:
+        for request_id in message.request_ids:
+            if self._core.abort(request_id, message.reason):
+                self._log_finished(request_id)
+                self._socket.owners.pop(request_id, None)
+        # gauges must not keep showing what is gone
+        self._socket.send_outputs(EngineOutputs([], [], [], [], [], stats=self._core.scheduler.take_stats()))
+
+    def _settle(self, outputs: EngineOutputs) -> None:
+        step, stats = self._core.last_step, outputs.stats
+        assert step is not None and stats is not None
+        if self._period is not None:
+            if self._period.num_prefill_tokens == 0:
+                stats.num_first_step_requests = len(step.request_ids)
+                log.info("First step: %d requests, %d tokens", len(step.request_ids), step.num_tokens)
+            self._period.add_step(step, num_sampled=stats.num_generation_tokens, seconds=stats.step_seconds)
+        for request_id, reason in zip(outputs.request_ids, outputs.finish_reasons, strict=True):
+            if reason is not None:
+                self._log_finished(request_id)
+        self._socket.send_outputs(outputs)
+
+    def _log_finished(self, request_id: str) -> None:
+        request, started = self._open.pop(request_id)
+        seconds = time.monotonic() - started
+        count = request.num_output_tokens
+        log.info(
+            "Request %s finished (%s): %d tokens in %.2f seconds (%.1f tokens/s)",
+            request_id,
+            request.finish_reason,
+            count,
+            seconds,
+            count / seconds if seconds > 0 else 0.0,
+        )
+
+    def _fall_idle(self) -> None:
+        if self._period is not None:
+            for line in self._period.lines():
+                log.info("%s", line)
+            self._period = None
+        self._core.check_integrity()
+
+
+def _start_core(config: EngineConfig, socket: EngineSocket) -> EngineCore:
+    """Load the model, telling clients how far it is."""
+    last = 0.0
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > _PROGRESS_SECONDS or done == total:
+            last = now
+            socket.broadcast(EngineProgress(done, total))
+
+    return EngineCore(config, make_executor(config), on_progress=on_progress)
+
+
+def _follow_parent() -> None:
+    """End with the parent: its end of our standard input closes when it is gone, however it went."""
+
+    def watch() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="follow-parent", daemon=True).start()
+
+
+def main() -> int:
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
+    configure(start.log_level)
+    # Ctrl-C in the terminal reaches the whole process group; the parent decides when we end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _follow_parent()
+    socket = EngineSocket(start.address)
+    socket.receive(None)  # Hello
+    try:
+        core = _start_core(start.config, socket)
+        socket.broadcast(EngineReady(core.info))
+        EngineProcess(core, socket, batch_window=start.config.scheduler.batch_window_ms / 1000).run()
+        core.shutdown()
+    except MillstreamError as e:
+        socket.broadcast(EngineFailed(type(e).__name__, str(e)))
+        return 1
+    except Exception as e:
+        log.exception("The engine failed")
+        socket.broadcast(EngineFailed(type(e).__name__, str(e)))
+        return 1
+    finally:
+        socket.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Every struct that crosses a process boundary.
+
+API process <-> engine process: `EngineRequest`, `AbortRequests` one way, `EngineOutputs` and the like the other.
+Engine process <-> workers: `SchedulerOutput` one way, `ModelRunnerOutput` the other. Both carry diffs: a request
+is described once, afterwards only what changed. All are msgspec structs sent as msgpack; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from millstream.config import EngineConfig
+from millstream.request import FinishReason, SamplingParams
+
+# -- API process -> engine process ------------------------------------------------------------------------------
+
+
+class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
+    """One generation to start (a request with n answers is n of them)."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    """With its seed set: the API process draws one where the client gave none."""
+    priority: int = 0
+    """Lower runs first."""
+    cache_salt: str = ""
+    """Only requests with the same salt share cached prefixes."""
+
+
+class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):
+    """Requests to end now: the client is gone, or (reason STOP) a stop string was found in the text."""
+
+    request_ids: list[str]
+    reason: FinishReason = FinishReason.ABORT
+
+
+class Hello(msgspec.Struct, array_like=True, tag="hello"):
+    """A client's first message: from now on the engine can write to it."""
+
+
+class Shutdown(msgspec.Struct, array_like=True, tag="shutdown"):
+    """End the engine process."""
+
+
+ToEngine = EngineRequest | AbortRequests | Hello | Shutdown
+
+# -- engine process -> API process ------------------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position: the token itself first, then the likeliest ones, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """1 for the likeliest token of the vocabulary, and so on, of the token itself."""
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of a run of prompt tokens; the first token of a prompt has none."""
+
+    first_position: int
+    logprobs: list[TokenLogprobs]
+
+
+class SchedulerStats(msgspec.Struct, array_like=True):
+    """Gauges after a step, counters since the last message."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_step_requests: int = 0
+    num_step_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_preemptions: int = 0
+    step_seconds: float = 0.0
+    num_first_step_requests: int = 0
+    """Requests in the step that ended an idle time, else 0."""
+
+
+class EngineOutputs(msgspec.Struct, array_like=True, tag="outputs"):
+    """What one step brought, for all requests: columns of equal length, one row for each request with news."""
+
+    request_ids: list[str]
+    new_token_ids: list[list[int]]
+    finish_reasons: list[FinishReason | None]
+    stop_reasons: list[int | None]
+    """The stop token id that ended the request, if one did."""
+    num_cached_tokens: list[int]
+    """Prompt tokens that came from the prefix cache."""
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    """By request id: one for each new token, where asked for."""
+    prompt_logprobs: dict[str, PromptLogprobs] = {}
+    """By request id: of the prompt tokens that this step judged, where asked for."""
+    stats: SchedulerStats | None = None
+
+
+class RequestRefused(msgspec.Struct, array_like=True, tag="refused"):
+    """A request that can't be run; says why. `error` is the name of a class of `millstream.errors`."""
+
+    request_id: str
+    error: str
+    message: str
+    param: str | None = None
+
+
+class WorkerInfo(msgspec.Struct, array_like=True):
+    """What a worker knows once it has loaded its weights and allocated its KV cache."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    weight_bytes: int
+    kv_cache_bytes: int
+    dtype: str
+    phases: dict[str, float]
+    """Seconds by phase of the start: import, load, kv cache, warm-up."""
+
+
+class EngineProgress(msgspec.Struct, array_like=True, tag="progress"):
+    """How far the weights are loaded."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class EngineReady(msgspec.Struct, array_like=True, tag="ready"):
+    """The engine takes requests."""
+
+    info: WorkerInfo
+
+
+class EngineFailed(msgspec.Struct, array_like=True, tag="failed"):
+    """The engine can't start or go on; the process ends after this message."""
+
+    error: str
+    message: str
+
+
+FromEngine = EngineOutputs | RequestRefused | EngineProgress | EngineReady | EngineFailed
+
+
+class EngineStart(msgspec.Struct):
+    """The one line on the engine process's standard input; the pipe's end tells it that its parent is gone."""
+
+    config: EngineConfig
+    address: str
+    log_level: str | None = None
+
+
+# -- engine process <-> worker ----------------------------------------------------------------------------------
+
+
+class NewRequest(msgspec.Struct, array_like=True):
+    """A request that the worker has not seen (or has been told to forget, when it was preempted)."""
+
+    request_id: str
+    token_ids: list[int]
+    """All known tokens: the prompt, and after a preemption the output so far."""
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    stop_token_ids: list[int]
+    """Ids not to choose before min_tokens."""
+    block_ids: list[int]
+    num_computed_tokens: int
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True):
+    """One step: which requests, how many tokens of each, and what changed since the last step."""
+
+    step_id: int
+    forget_ids: list[str]
+    """Requests that are finished, aborted or preempted: drop all you keep of them, first."""
+    new_requests: list[NewRequest]
+    request_ids: list[str]
+    """The batch, in order; the columns below follow it."""
+    num_computed_tokens: list[int]
+    """Where each request's tokens of this step begin."""
+    num_scheduled_tokens: list[int]
+    new_block_ids: list[list[int]]
+    """Blocks to append to the tables of requests already known (empty for new ones)."""
+    is_sampled: list[bool]
+    """Whether a next token is wanted: false for all but the last chunk of a prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens)
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True):
+    """What a step brought: a list of new tokens for each row that wanted one, in the batch's order."""
+
+    step_id: int
+    request_ids: list[str]
+    new_token_ids: list[list[int]]
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[str, PromptLogprobs] = {}
+
+
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_engine(data: bytes | memoryview) -> ToEngine:
+    return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes | memoryview) -> FromEngine:
+    return _from_engine.decode(data)

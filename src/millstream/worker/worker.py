@@ -1,0 +1,96 @@
+"""One rank: loads its share of the model, allocates its KV cache, runs steps."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from millstream.config import EngineConfig
+from millstream.hub.files import resolve
+from millstream.kernels.ops import make_ops
+from millstream.messages import ModelRunnerOutput, NewRequest, SchedulerOutput, WorkerInfo
+from millstream.models.arch import ModelArch
+from millstream.models.load import load_decoder
+from millstream.request import SamplingParams
+from millstream.worker.input_batch import InputBatch
+from millstream.worker.kv_cache import available_memory, plan_kv_cache
+from millstream.worker.model_runner import ModelRunner
+from millstream.worker.sampler import Sampler
+
+
+class Worker:
+    """Runs the steps that it is given, in order. The same for one process and for many."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._phases: dict[str, float] = {}
+        self._runner: ModelRunner | None = None
+
+    def start(self, on_progress: Callable[[int, int], None]) -> WorkerInfo:
+        """Load and allocate. Raises ModelError or ConfigError."""
+        config = self._config
+        torch.set_num_threads(config.parallel.threads or len(os.sched_getaffinity(0)))
+        files = resolve(config.model.model, cache_dir=config.model.cache_dir)
+        arch = ModelArch.from_files(files)
+        dtype = arch.compute_dtype(config.model.dtype)
+        # before the weights are read: what does not fit is told at once
+        plan = plan_kv_cache(
+            config.cache,
+            bytes_per_token=arch.kv_bytes_per_token(dtype),
+            model_len=arch.max_position,
+            max_model_len=config.model.max_model_len,
+            available=available_memory() - arch.weight_bytes(dtype),
+        )
+        ops = make_ops("reference", dtype=dtype)
+        with self._phase("weights"):
+            model = load_decoder(files, arch, ops, dtype=dtype, max_len=plan.max_model_len, progress=on_progress)
+        with self._phase("KV cache"):
+            kv_caches = model.allocate_kv_caches(plan.num_blocks, plan.block_size)
+        batch = InputBatch(
+            num_slots=config.scheduler.max_num_seqs, max_model_len=plan.max_model_len, block_size=plan.block_size
+        )
+        self._runner = ModelRunner(
+            model=model,
+            kv_caches=kv_caches,
+            batch=batch,
+            sampler=Sampler(arch.vocab_size),
+            device=torch.device("cpu"),
+        )
+        with self._phase("warm-up"):
+            self._warm_up(batch)
+        return WorkerInfo(
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            max_model_len=plan.max_model_len,
+            vocab_size=arch.vocab_size,
+            eos_token_ids=list(arch.eos_token_ids),
+            weight_bytes=arch.weight_bytes(dtype),
+            kv_cache_bytes=plan.num_bytes,
+            dtype=dtype,
+            phases=self._phases,
+        )
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+        assert self._runner is not None, "the worker was not started"
+        return self._runner.execute(step)
+
+    def shutdown(self) -> None:
+        """Give the memory back."""
+        self._runner = None
+
+    def _warm_up(self, batch: InputBatch) -> None:
+        """One token through the model, so that the first request does not pay for what is set up at first use."""
+        new = NewRequest("warm-up", [0], 1, SamplingParams(temperature=0), [], [0], 0)
+        self.execute(SchedulerOutput(-1, [], [new], ["warm-up"], [0], [1], [[]], [True]))
+        batch.forget(["warm-up"])
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self._phases[name] = time.monotonic() - started

@@ -1,0 +1,103 @@
+"""A real engine loop on a real socket, in a thread, over the fake executor: AsyncLLM without a process and a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from millstream.config import EngineConfig, SchedulerConfig
+from millstream.engine.async_llm import AsyncLLM
+from millstream.engine.client import EngineClient
+from millstream.engine.core import EngineCore
+from millstream.engine.process import EngineProcess, EngineSocket
+from millstream.messages import EngineFailed, EngineReady, Hello
+from tests.fakes import FakeExecutor
+
+
+class LetterBackend:
+    """Token i is the letter U+4E00 + i."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(letter(i) for i in ids)
+
+
+class LetterTokenizer:
+    backend = LetterBackend()
+
+
+def letter(token_id: int) -> str:
+    return chr(0x4E00 + token_id)
+
+
+class ThreadAsProcess:
+    """What EngineClient asks of a process."""
+
+    def __init__(self) -> None:
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self.exited)
+
+    def kill(self) -> None:
+        raise AssertionError("the engine did not end when it was asked to")
+
+
+@dataclass
+class Running:
+    llm: AsyncLLM
+    core: EngineCore
+    executor: FakeExecutor
+    die: Any
+    """Call it to stop the engine in mid-step and make its process look killed."""
+
+
+@contextlib.asynccontextmanager
+async def running_llm(executor: FakeExecutor, *, batch_window: float = 0.0, **scheduler: int) -> AsyncIterator[Running]:
+    folder = Path(tempfile.mkdtemp(prefix="millstream-test-"))
+    address = f"ipc://{folder / 'engine'}"
+    config = EngineConfig(scheduler=SchedulerConfig(**{"max_num_batched_tokens": 64, **scheduler}))
+    core = EngineCore(config, executor)
+    process = ThreadAsProcess()
+    loop = asyncio.get_running_loop()
+
+    def run() -> None:
+        socket = EngineSocket(address)
+        (hello,) = socket.receive(None)
+        assert isinstance(hello[1], Hello)
+        socket.broadcast(EngineReady(core.info))
+        try:
+            EngineProcess(core, socket, batch_window=batch_window).run()
+        except Exception as e:
+            socket.broadcast(EngineFailed(type(e).__name__, str(e)))
+        finally:
+            socket.close()
+            loop.call_soon_threadsafe(lambda: process.exited.done() or process.exited.set_result(0))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    client = EngineClient(process, socket, folder)  # type: ignore[arg-type]
+    await client.send(Hello())
+    llm = AsyncLLM(client, config=config, tokenizer=LetterTokenizer(), model_name="fake")  # type: ignore[arg-type]
+    await llm.start()
+
+    def die() -> None:
+        executor.submit = lambda step: threading.Event().wait()  # type: ignore[method-assign,assignment,return-value]
+        process.exited.set_result(-9)
+
+    try:
+        yield Running(llm, core, executor, die)
+    finally:
+        await llm.stop()
+        assert not folder.exists()

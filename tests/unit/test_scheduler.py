@@ -1,0 +1,308 @@
+"""The scheduler over a fake worker that checks every read of the KV cache."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millstream.engine.core import EngineCore
+from millstream.errors import ContextLengthError, InvalidRequestError
+from millstream.messages import EngineRequest
+from millstream.request import FinishReason, SamplingParams
+from millstream.sched.policy import split_budget
+from tests.fakes import EOS, VOCAB, FakeExecutor, expected_tokens, make_core, next_token, params
+
+
+def add(core: EngineCore, request_id: str, prompt: list[int], p: SamplingParams, **more: object) -> None:
+    core.add(EngineRequest(request_id, prompt, p, **more))  # type: ignore[arg-type]
+
+
+def run(core: EngineCore) -> dict[str, list[int]]:
+    """Step until nothing is open: each request's tokens."""
+    tokens: dict[str, list[int]] = {}
+    for _ in range(100_000):
+        if not core.has_work:
+            core.check_integrity()
+            return tokens
+        outputs = core.step()
+        if outputs is not None:
+            for request_id, new in zip(outputs.request_ids, outputs.new_token_ids, strict=True):
+                tokens.setdefault(request_id, []).extend(new)
+    raise AssertionError("requests are stuck")
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB - 1), k=length)
+
+
+def test_split_budget_gives_decodes_their_token_before_prompts() -> None:
+    assert split_budget([100, 1, 50, 1], 60) == [58, 1, 0, 1]
+    assert split_budget([10, 1, 50, 1], 60) == [10, 1, 48, 1]
+    assert split_budget([1, 1, 1], 2) == [1, 1, 0]
+    assert split_budget([], 5) == []
+
+
+def test_one_request_gets_the_models_tokens() -> None:
+    core = make_core(FakeExecutor())
+    add(core, "a", [1, 2, 3], params(10))
+    assert run(core) == {"a": expected_tokens([1, 2, 3], 10)}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("budget", [1, 3, 16, 500])
+@pytest.mark.parametrize("caching", [True, False])
+def test_batch_chunks_and_depth_do_not_change_tokens(depth: int, budget: int, caching: bool) -> None:
+    executor = FakeExecutor(num_blocks=100, depth=depth)
+    core = make_core(executor, max_num_batched_tokens=budget, enable_prefix_caching=caching)
+    prompts = {f"r{i}": prompt_of(i % 3, 5 + 7 * i) for i in range(6)}
+    for name, prompt in prompts.items():
+        add(core, name, prompt, params(9))
+    assert run(core) == {name: expected_tokens(prompt, 9) for name, prompt in prompts.items()}
+    assert all(step.num_tokens <= budget for step in executor.worker.steps)
+
+
+def test_decodes_go_on_while_a_long_prompt_is_computed() -> None:
+    executor = FakeExecutor()
+    core = make_core(executor, max_num_batched_tokens=16)
+    add(core, "short", [1, 2], params(20))
+    core.step()
+    add(core, "long", prompt_of(1, 100), params(2))
+    before = len(executor.worker.steps)
+    run(core)
+    mixed = executor.worker.steps[before:]
+    # 15 of each step's 16 tokens are left to the long prompt, and the short one never misses a step
+    assert all("short" in step.request_ids for step in mixed[:7])
+    shares = [dict(zip(s.request_ids, s.num_scheduled_tokens, strict=True)) for s in mixed[:6]]
+    assert [share["long"] for share in shares] == [15] * 6
+
+
+def test_chunks_of_one_prompt_are_in_flight_together() -> None:
+    executor = FakeExecutor(depth=3)
+    core = make_core(executor, max_num_batched_tokens=16)
+    add(core, "a", prompt_of(1, 48), params(1))
+    core.step()
+    # three steps were submitted before the first one's result was asked for
+    starts = [s.num_computed_tokens for s in executor.worker.steps + [s for s, _ in executor.queue]]
+    assert starts == [[0], [16], [32]]
+    run(core)
+
+
+def test_middle_chunks_bring_no_rows() -> None:
+    core = make_core(FakeExecutor(), max_num_batched_tokens=16)
+    add(core, "a", prompt_of(1, 40), params(1))
+    rows = []
+    while core.has_work:
+        outputs = core.step()
+        assert outputs is not None
+        rows.append(outputs.request_ids)
+    assert rows == [[], [], ["a"]]
+
+
+def test_a_shared_prefix_is_computed_once_even_within_a_step() -> None:
+    executor = FakeExecutor()
+    core = make_core(executor, max_num_batched_tokens=64)
+    prompt = prompt_of(1, 18)
+    for name in ("a", "b", "c"):
+        add(core, name, prompt, params(4))
+    assert run(core) == dict.fromkeys(("a", "b", "c"), expected_tokens(prompt, 4))
+    # blocks of 4: 16 of the 18 tokens come from the first request's blocks
+    assert executor.worker.steps[0].num_scheduled_tokens == [18, 2, 2]
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    executor = FakeExecutor()
+    core = make_core(executor)
+    for name in ("a", "b"):
+        add(core, name, prompt_of(1, 8), params(1))
+        run(core)
+    assert executor.worker.steps[-1].num_computed_tokens == [4]
+    assert executor.worker.steps[-1].num_scheduled_tokens == [4]
+
+
+def test_salts_keep_prefixes_apart() -> None:
+    executor = FakeExecutor()
+    core = make_core(executor)
+    for salt, spared in (("x", 0), ("y", 0), ("x", 12)):
+        add(core, "a", prompt_of(1, 16), params(1), cache_salt=salt)
+        run(core)
+        assert executor.worker.steps[-1].num_computed_tokens == [spared]
+
+
+def test_cached_tokens_are_reported_and_counted() -> None:
+    core = make_core(FakeExecutor(), max_num_batched_tokens=64)
+    prompt = prompt_of(1, 18)
+    add(core, "a", prompt, params(1))
+    run(core)
+    add(core, "b", prompt, params(1))
+    outputs = core.step()
+    assert outputs is not None and outputs.stats is not None
+    assert outputs.num_cached_tokens == [16]
+    assert (outputs.stats.num_prefix_queries, outputs.stats.num_prefix_hits) == (18, 16)
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_preemption_loses_no_token(depth: int) -> None:
+    # 10 blocks of 4 hold 40 tokens; four requests grow to 36 each
+    executor = FakeExecutor(num_blocks=10, depth=depth)
+    core = make_core(executor, max_num_batched_tokens=32)
+    prompts = {f"r{i}": prompt_of(i, 6) for i in range(4)}
+    for name, prompt in prompts.items():
+        add(core, name, prompt, params(30))
+    preempted = 0
+    tokens: dict[str, list[int]] = {}
+    while core.has_work:
+        outputs = core.step()
+        if outputs is not None:
+            assert outputs.stats is not None
+            preempted += outputs.stats.num_preemptions
+            for name, new in zip(outputs.request_ids, outputs.new_token_ids, strict=True):
+                tokens.setdefault(name, []).extend(new)
+    assert preempted > 0
+    assert tokens == {name: expected_tokens(prompt, 30) for name, prompt in prompts.items()}
+    core.check_integrity()
+
+
+def test_the_last_in_rank_is_preempted() -> None:
+    executor = FakeExecutor(num_blocks=8)
+    core = make_core(executor, max_num_batched_tokens=64)
+    add(core, "first", prompt_of(1, 6), params(20))
+    add(core, "urgent", prompt_of(2, 6), params(20), priority=-5)
+    add(core, "last", prompt_of(3, 6), params(20))
+    order = []
+    while core.has_work:
+        outputs = core.step()
+        assert outputs is not None
+        order += [r for r, f in zip(outputs.request_ids, outputs.finish_reasons, strict=True) if f is not None]
+    assert order == ["urgent", "first", "last"]
+    assert any("last" in step.forget_ids for step in executor.worker.steps[:20])
+
+
+def test_waiting_long_enough_beats_priority() -> None:
+    core = make_core(FakeExecutor(), max_num_seqs=1)
+    # the fake clock gains a second with every call, so "old" has waited longer than one step of priority is worth
+    add(core, "running", [1], params(30))
+    core.step()
+    add(core, "old", [2], params(1))
+    for _ in range(10):
+        core.step()
+    add(core, "favoured", [3], params(1), priority=-1)
+    order = []
+    while core.has_work:
+        outputs = core.step()
+        assert outputs is not None
+        order += [r for r, f in zip(outputs.request_ids, outputs.finish_reasons, strict=True) if f is not None]
+    assert order == ["running", "old", "favoured"]
+
+
+def test_end_of_text_and_stop_tokens_end_a_request() -> None:
+    prompt = [5, 6]
+    stop = expected_tokens(prompt, 6)[3]
+    core = make_core(FakeExecutor())
+    add(core, "a", prompt, params(6, stop_token_ids=(stop,)))
+    reasons = []
+    tokens = []
+    while core.has_work:
+        outputs = core.step()
+        assert outputs is not None
+        tokens += outputs.new_token_ids[0]
+        reasons.append((outputs.finish_reasons[0], outputs.stop_reasons[0]))
+    assert tokens == expected_tokens(prompt, 6)[:4]
+    assert reasons == [(None, None)] * 3 + [(FinishReason.STOP, stop)]
+
+
+def test_the_context_ends_a_request() -> None:
+    core = make_core(FakeExecutor(max_model_len=12))
+    add(core, "a", [1] * 8, SamplingParams(seed=0))
+    assert len(run(core)["a"]) == 4
+
+
+def test_what_can_never_run_is_refused() -> None:
+    core = make_core(FakeExecutor(max_model_len=12))
+    with pytest.raises(ContextLengthError, match=r"The prompt has 12 tokens.*holds 12"):
+        add(core, "a", [1] * 12, params(1))
+    with pytest.raises(ContextLengthError, match=r"8 tokens and max_tokens is 5, 13 in all.*holds 12"):
+        add(core, "a", [1] * 8, params(5))
+    with pytest.raises(InvalidRequestError, match=r"token id 1000: .* 0 to 999"):
+        add(core, "a", [VOCAB], params(1))
+    with pytest.raises(InvalidRequestError, match="empty"):
+        add(core, "a", [], params(1))
+    assert not core.has_work
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("steps", range(6))
+def test_an_abort_in_any_phase_frees_everything_and_harms_nobody(depth: int, steps: int) -> None:
+    core = make_core(FakeExecutor(depth=depth, num_blocks=40), max_num_batched_tokens=8)
+    prompts = {"gone": prompt_of(1, 20), "stays": prompt_of(2, 15)}
+    for name, prompt in prompts.items():
+        add(core, name, prompt, params(5))
+    tokens: list[int] = []
+    for i in range(1000):
+        if i == steps:
+            assert core.abort("gone")
+            assert not core.abort("gone")
+        if not core.has_work:
+            break
+        outputs = core.step()
+        if outputs is not None and "stays" in outputs.request_ids:
+            tokens += outputs.new_token_ids[outputs.request_ids.index("stays")]
+    assert tokens == expected_tokens(prompts["stays"], 5)
+    core.check_integrity()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    depth=st.integers(1, 4),
+    num_blocks=st.integers(6, 30),
+    budget=st.integers(1, 40),
+    max_num_seqs=st.integers(1, 6),
+    caching=st.booleans(),
+)
+def test_random_traces(seed: int, depth: int, num_blocks: int, budget: int, max_num_seqs: int, caching: bool) -> None:
+    """Arrivals, aborts, stops, preemptions and prefix hits in any order: everyone gets the tokens of a lone run."""
+    random_ = random.Random(seed)
+    executor = FakeExecutor(num_blocks=num_blocks, block_size=4, depth=depth)
+    core = make_core(executor, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, enable_prefix_caching=caching)
+    wanted: dict[str, list[int]] = {}
+    got: dict[str, list[int]] = {}
+    aborted = set()
+    for step in range(5000):
+        if step < 60 and random_.random() < 0.3:
+            name, length = f"r{step}", random_.randint(1, 14)
+            prompt = prompt_of(random_.randint(0, 2), length)
+            count = random_.randint(1, num_blocks * 4 - length)
+            count = min(count, 12)
+            add(core, name, prompt, params(count), priority=random_.randint(-1, 1))
+            wanted[name] = expected_tokens(prompt, count)
+        if step < 60 and random_.random() < 0.1 and core.scheduler.requests:
+            name = random_.choice(sorted(core.scheduler.requests))
+            core.abort(name)
+            aborted.add(name)
+        outputs = core.step()
+        if outputs is not None:
+            for name, new in zip(outputs.request_ids, outputs.new_token_ids, strict=True):
+                assert name not in aborted
+                got.setdefault(name, []).extend(new)
+        if step >= 60 and not core.has_work:
+            break
+    assert not core.has_work, "requests are stuck"
+    core.check_integrity()
+    for name, tokens in wanted.items():
+        if name in aborted:
+            assert tokens[: len(got.get(name, []))] == got.get(name, [])
+        else:
+            assert got[name] == tokens
+
+
+def test_min_tokens_keeps_a_sampled_stop_from_ending() -> None:
+    # the sampler masks stop ids before min_tokens; should one come all the same, the request goes on
+    prompt = [5, 6]
+    first = next_token(prompt)
+    core = make_core(FakeExecutor())
+    add(core, "a", prompt, params(6, stop_token_ids=(first,), min_tokens=3))
+    assert len(run(core)["a"]) == 6
+    assert first != EOS
