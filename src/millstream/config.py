@@ -66,6 +66,9 @@ class ModelConfig(_Settings):
         "type to compute in; auto: the checkpoint's 16-bit type, bfloat16 for quantised files",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str | None = _setting(
+        None, "int8: 8-bit weights and activations in linear layers, faster and a little less exact", choices=("int8",)
+    )
     max_model_len: int | None = _setting(None, "longest prompt plus answer, in tokens (default: the model's)", low=2)
     chat_template: str | None = _setting(None, "file with a Jinja chat template to use instead of the model's")
     cache_dir: str | None = _setting(None, "where fetched models lie (default: ~/.cache/millstream)")
@@ -99,6 +102,11 @@ class ParallelConfig(_Settings):
     """How the work is spread over cores."""
 
     threads: int | None = _setting(None, "compute threads (default: one for each core)", low=1, high=1024)
+    kernels: str = _setting(
+        "auto",
+        "native: C++; reference: torch; auto: native where it can compute the model",
+        choices=("auto", "native", "reference"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from millstream import LLM, SamplingParams
+from millstream.kernels.native import native_available, native_unavailable_reason
+from millstream.messages import EngineOutputs, ModelRunnerOutput
+from millstream.sched.scheduler import Scheduler
 
 PROMPTS = [
     "What is the capital of France?",
@@ -26,11 +31,15 @@ PROMPTS = [
     "Tell me a joke about engineers 🙂",
     "Summarise: " + "The stream turns the wheel, the wheel turns the stone, the stone grinds the grain. " * 12,
 ]
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 
 
-def answers(params: SamplingParams, *, together: bool = True, repeat: int = 1, **settings: Any) -> list[list[int]]:
-    llm = LLM("smollm2", dtype="float32", **{"kv_cache_memory": 0.25, **settings})
+Answers = list[tuple[list[int], list[float]]]
+"""Tokens and their log-probabilities."""
+
+
+def answers(params: SamplingParams, *, together: bool = True, repeat: int = 1, **settings: Any) -> Answers:
+    llm = LLM("smollm2", **{"kv_cache_memory": 0.25, "dtype": "bfloat16", **settings})
     chats = [[{"role": "user", "content": p}] for p in PROMPTS]
     try:
         for _ in range(repeat):
@@ -40,62 +49,86 @@ def answers(params: SamplingParams, *, together: bool = True, repeat: int = 1, *
                 found = [llm.chat(chat, params, progress=False)[0] for chat in chats]
         assert not llm.core.has_work
         llm.core.check_integrity()
-        return [f.token_ids for f in found]
+        return [(f.token_ids, [x for step in f.answers[0].logprobs for x in step.logprobs]) for f in found]
     finally:
         llm.close()
 
 
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-SEEDED = SamplingParams(
-    temperature=0.9,
-    top_p=0.95,
-    top_k=200,
-    seed=7,
-    repetition_penalty=1.1,
-    presence_penalty=0.3,
-    max_tokens=NUM_TOKENS,
-)
+PARAMS = {
+    "greedy": SamplingParams(temperature=0, logprobs=1, max_tokens=NUM_TOKENS),
+    "seeded": SamplingParams(
+        temperature=0.9,
+        top_p=0.95,
+        top_k=200,
+        seed=7,
+        repetition_penalty=1.1,
+        presence_penalty=0.3,
+        logprobs=1,
+        max_tokens=NUM_TOKENS,
+    ),
+}
+ALONE = {"together": False, "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+ROADS = {
+    "batch": {"max_num_batched_tokens": 2048, "enable_prefix_caching": False},
+    "512": {"max_num_batched_tokens": 512},
+    "64": {"max_num_batched_tokens": 64},
+    "16": {"max_num_batched_tokens": 16},
+    "cached": {"max_num_batched_tokens": 512, "repeat": 2},
+    "five-at-once": {"max_num_batched_tokens": 64, "block_size": 16, "max_num_seqs": 5},
+    "one-thread": {"max_num_batched_tokens": 64, "threads": 1},
+}
+# 16 requests of 60 to 270 tokens in a cache that holds about 400: they push each other out
+TIGHT = {"block_size": 16}
+TIGHT_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, list[list[int]]]:
-    alone = {"together": False, "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
-    return {"greedy": answers(GREEDY, **alone), "seeded": answers(SEEDED, **alone)}
+def alone() -> Callable[[str, str, str], Answers]:
+    return functools.cache(lambda kernels, dtype, name: answers(PARAMS[name], kernels=kernels, dtype=dtype, **ALONE))
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_num_batched_tokens": 2048, "enable_prefix_caching": False},
-        {"max_num_batched_tokens": 512},
-        {"max_num_batched_tokens": 64},
-        {"max_num_batched_tokens": 16},
-        {"max_num_batched_tokens": 512, "repeat": 2},
-        {"max_num_batched_tokens": 64, "block_size": 16, "max_num_seqs": 5},
-    ],
-    ids=["batch", "512", "64", "16", "cached", "five-at-once"],
-)
-def test_same_tokens(reference: dict[str, list[list[int]]], params: SamplingParams, settings: dict[str, Any]) -> None:
-    assert answers(params, **settings) == reference["greedy" if params is GREEDY else "seeded"]
+needs_native = pytest.mark.skipif(not native_available(), reason=native_unavailable_reason())
 
 
-def test_same_tokens_after_preemption(reference: dict[str, list[list[int]]]) -> None:
-    """16 requests of 60 to 270 tokens in a cache that holds 350: they push each other out."""
-    llm = LLM("smollm2", dtype="float32", kv_cache_memory=350 * 46080 / 2**30, block_size=4)
+@needs_native
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("road", ROADS)
+def test_same_bits(alone: Callable[[str, str, str], Answers], name: str, dtype: str, road: str) -> None:
+    """Tokens and log-probabilities, exactly."""
+    assert answers(PARAMS[name], dtype=dtype, **ROADS[road]) == alone("native", dtype, name)
+
+
+@pytest.mark.parametrize("road", ["512", "16"])
+def test_same_tokens_with_torch(alone: Callable[[str, str, str], Answers], road: str) -> None:
+    """The reference operations promise equal tokens in float32, not equal bits."""
+    found = answers(PARAMS["greedy"], dtype="float32", kernels="reference", **ROADS[road])
+    reference = alone("reference", "float32", "greedy")
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in reference]
+    assert [x for _, p in found for x in p] == pytest.approx([x for _, p in reference for x in p], abs=1e-3)
+
+
+def test_same_tokens_after_preemption(
+    alone: Callable[[str, str, str], Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
     preempted = 0
-    scheduler = llm.core.scheduler
-    update = scheduler.update
+    update = Scheduler.update
 
-    def counting(result: Any) -> Any:
+    def counting(self: Scheduler, result: ModelRunnerOutput) -> EngineOutputs:
         nonlocal preempted
-        outputs = update(result)
+        outputs = update(self, result)
         assert outputs.stats is not None
         preempted += outputs.stats.num_preemptions
         return outputs
 
-    scheduler.update = counting  # type: ignore[method-assign]
-    found = llm.chat([[{"role": "user", "content": p}] for p in PROMPTS], GREEDY, progress=False)
-    llm.close()
+    monkeypatch.setattr(Scheduler, "update", counting)
+    kernels, dtype, bytes_per_token = (
+        ("native", "bfloat16", 23040) if native_available() else ("reference", "float32", 46080)
+    )
+    memory = TIGHT_TOKENS * bytes_per_token / 2**30
+    found = answers(PARAMS["seeded"], kernels=kernels, dtype=dtype, kv_cache_memory=memory, **TIGHT)
+    reference = alone(kernels, dtype, "seeded")
     assert preempted > 0
-    assert [f.token_ids for f in found] == reference["greedy"]
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in reference]
+    if native_available():
+        assert found == reference

@@ -131,9 +131,7 @@ def test_rotary_and_cache_rotate_and_store(has_norm: bool) -> None:
     def rotated(x_E: Tensor, norm_E: Tensor | None, position: int) -> Tensor:
         if norm_E is not None:
             x_E = x_E / (x_E.square().mean() + 1e-6).sqrt() * norm_E
-        pairs = torch.complex(*x_E.view(2, -1).unbind(0)) * torch.polar(
-            torch.ones(WIDTH // 2), angles_PF[position]
-        )
+        pairs = torch.complex(*x_E.view(2, -1).unbind(0)) * torch.polar(torch.ones(WIDTH // 2), angles_PF[position])
         return torch.cat((pairs.real, pairs.imag))
 
     # token, its position, block and place in the block

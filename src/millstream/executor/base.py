@@ -12,6 +12,7 @@ from typing import Protocol
 
 from millstream.config import EngineConfig
 from millstream.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from millstream.parallel.context import let_openmp_sleep
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes of weights loaded so far, and all bytes."""
@@ -37,6 +38,7 @@ class Executor(Protocol):
 
 def make_executor(config: EngineConfig) -> Executor:
     """The executor that the settings ask for. The only place where the engine reaches torch, and not before it must."""
+    let_openmp_sleep()
     from millstream.executor.uniproc import UniprocExecutor
 
     return UniprocExecutor(config)

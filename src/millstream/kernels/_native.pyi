@@ -83,6 +83,20 @@ class Runtime(_Operations):
         scales: int,
         /,
     ) -> None: ...
+    def row_stats(self, num_rows: int, vocab: int, logits: int, ids: int, best: int, log_sum: int, /) -> None: ...
+    def draw(
+        self,
+        num_rows: int,
+        vocab: int,
+        logits: int,
+        temperature: int,
+        top_k: int,
+        top_p: int,
+        min_p: int,
+        number: int,
+        ids: int,
+        /,
+    ) -> None: ...
 
 class Plan(_Operations):
     def __init__(self, runtime: Runtime, max_rows: int, /) -> None: ...

@@ -14,6 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from millstream.errors import ConfigError
+from millstream.log import log
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -126,10 +129,33 @@ class Ops(Protocol):
         ...
 
 
-def make_ops(name: str, *, dtype: str) -> Ops:
-    """The operations called `name` ("reference") for tensors of `dtype` ("float32", "bfloat16", "float16")."""
+def make_ops(
+    name: str,
+    *,
+    dtype: str,
+    threads: int,
+    head_dim: int,
+    block_size: int,
+    quantization: str | None = None,
+) -> Ops:
+    """The operations called `name` for tensors of `dtype` ("float32", "bfloat16", "float16").
+
+    "native" are the ones in C++, "reference" those in torch; "auto" takes the native ones where they can compute what
+    is asked for, and says in the log why not otherwise. Raises ConfigError where "native" or `quantization` can't be had.
+    """
+    from millstream.kernels.native import NativeOps, native_obstacle
     from millstream.kernels.reference import ReferenceOps
 
-    if name != "reference":
-        raise ValueError(f"no operations called {name!r}")
+    if name == "reference":
+        obstacle = "--kernels is reference"
+    else:
+        obstacle = native_obstacle(dtype=dtype, head_dim=head_dim, block_size=block_size)
+    if not obstacle:
+        return NativeOps(dtype=dtype, threads=threads, quantization=quantization)
+    if quantization is not None:
+        raise ConfigError(f"--quantization is {quantization}: only the native kernels have it, but {obstacle}")
+    if name == "native":
+        raise ConfigError(f"--kernels is native, but {obstacle}")
+    if name == "auto":
+        log.warning("Computing with torch, which is slower than the native kernels: %s", obstacle)
     return ReferenceOps(dtype=dtype)

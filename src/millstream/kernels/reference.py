@@ -6,6 +6,7 @@ few rows, as fast for many. Everything else is torch as anyone would write it, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from millstream.kernels.attention_plan import AttentionPlan, DecodeGroup, Piece, plan_attention
+from millstream.kernels.native_memory import allocate
 from millstream.kernels.ops import LayerCache, LinearWeight, StepTables
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,7 +74,10 @@ class ReferenceOps:
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> LayerCache:
         shape = (num_blocks, 2, block_size, num_kv_heads, head_dim)
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        if self._device != "cpu":
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+        # its pages are mapped when they are written: gigabytes of zeros would cost seconds at the start
+        return allocate(math.prod(shape) * self._dtype.itemsize).view(self._dtype).view(shape)
 
     # -- by token ------------------------------------------------------------------------------------------------
 
@@ -89,8 +94,7 @@ class ReferenceOps:
         if w.weight.dtype == torch.float16 and w.weight.device.type == "cpu" and x_TK.shape[0] > _MANY_ROWS:
             # few CPUs multiply float16, and torch's way around that is far slower than this one
             bias = None if w.bias is None else w.bias.float()
-            y_TN: Tensor = F.linear(x_TK.float(), w.weight.float(), bias)
-            return y_TN.half()
+            return F.linear(x_TK.float(), w.weight.float(), bias).half()
         return F.linear(x_TK, w.weight, w.bias)
 
     def linear_add(self, x_TK: Tensor, weight: LinearWeight, residual_TN: Tensor) -> Tensor:
@@ -127,6 +131,8 @@ class ReferenceOps:
         block_size = cache.shape[2]
         rotation = self._rotation_of(tables, cos_sin_PE, block_size)
         qkv_TXE = qkv_TN.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+        qk_TXE: Tensor
+        v_TGE: Tensor
         qk_TXE, v_TGE = qkv_TXE.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         if q_norm_E is not None and k_norm_E is not None:
             q_THE, k_TGE = qk_TXE.split((num_heads, num_kv_heads), dim=1)

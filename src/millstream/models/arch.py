@@ -129,6 +129,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _hf_family(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise ModelError(f"config.json: architectures is {names!r}: it must be a list")
     for family in FAMILIES.values():
         if family.hf_class in names or (not names and family.hf_model_type == config.get("model_type")):
             return family
@@ -197,8 +199,8 @@ def _hf_window(fields: Fields, family: Family, num_layers: int) -> tuple[int | N
     window = fields.positive_int("sliding_window")
     kinds = fields.get("layer_types")
     if kinds is None:
-        first = fields.get("max_window_layers") or 0
-        return window, frozenset(range(min(int(first), num_layers)))
+        first = fields.positive_int("max_window_layers") if fields.get("max_window_layers") else 0
+        return window, frozenset(range(min(first, num_layers)))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise fields.error("layer_types", f"a list of {num_layers}, one for each layer")
     for kind in kinds:

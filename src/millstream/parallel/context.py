@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from millstream.parallel.stage import Stage, split_layers
+
+
+def let_openmp_sleep() -> None:
+    """Keep torch's idle threads from spinning; call it before torch is loaded.
+
+    While they spin on cores that another process wants (the API process, say), a step takes many times as long.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @dataclass(frozen=True)

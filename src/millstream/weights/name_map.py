@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from millstream.errors import ModelError
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class NameMap:
             pattern = name[: number.start()] + "{layer}" + name[number.end() :]
         if pattern in self.ignored:
             return None
-        target = self.targets.get(pattern)
+        target = None if "{" in name else self.targets.get(pattern)
         if target is None or (layer is not None and layer >= self.num_layers):
             raise ModelError(
                 f"the checkpoint holds {name!r}, which this model of {self.num_layers} layers has no use for"

@@ -8,25 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millstream.kernels.ops import LayerCache
-from millstream.layers.context import ForwardContext
 from millstream.messages import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
-from millstream.models.decoder import Decoder
 from millstream.worker.input_batch import InputBatch, StepInput
-from millstream.worker.sampler import Sampler, SamplingRow
+from millstream.worker.sampler import Sampled, Sampler, SamplingRow
+from millstream.worker.step_graph import StepGraph
 
 # logits of a whole chunk would be large: 512 tokens of a vocabulary of 150,000 in float32 are 300 MB
-_PROMPT_LOGPROB_ROWS = 64
+PROMPT_LOGPROB_ROWS = 64
 
 
 class ModelRunner:
-    """The model, its KV caches, and the requests that it knows."""
+    """The model's graph, and the requests that it knows."""
 
-    def __init__(
-        self, *, model: Decoder, kv_caches: list[LayerCache], batch: InputBatch, sampler: Sampler, device: torch.device
-    ) -> None:
-        self._model = model
-        self._kv_caches = kv_caches
+    def __init__(self, *, graph: StepGraph, batch: InputBatch, sampler: Sampler, device: torch.device) -> None:
+        self._graph = graph
         self._batch = batch
         self._sampler = sampler
         self._device = device
@@ -35,9 +30,7 @@ class ModelRunner:
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self._batch.apply(step)
         inputs = self._batch.make_input(step, self._device)
-        hidden_TD = self._model.forward(
-            inputs.token_ids_T, ForwardContext(tables=inputs.tables, kv_caches=self._kv_caches)
-        )
+        hidden_TD = self._graph.forward(inputs.token_ids_T, inputs.tables)
         output = ModelRunnerOutput(step.step_id, [], [], logprobs={}, prompt_logprobs={})
         # before sampling: it appends tokens to the requests' known ones
         self._prompt_logprobs(step, inputs, hidden_TD, output)
@@ -46,8 +39,8 @@ class ModelRunner:
         return output
 
     def _sample(self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, output: ModelRunnerOutput) -> None:
+        hidden_SD = hidden_TD[torch.from_numpy(inputs.last_token_S)]
         states = [inputs.states[i] for i in inputs.sampled_rows]
-        logits_SV = self._model.logits(hidden_TD[torch.from_numpy(inputs.last_token_S)])
         rows = [
             SamplingRow(
                 params=state.params,
@@ -57,13 +50,17 @@ class ModelRunner:
             )
             for state in states
         ]
-        for i, state, sampled in zip(inputs.sampled_rows, states, self._sampler.sample(logits_SV, rows), strict=True):
+        if all(row.is_plain for row in rows):
+            sampled = [Sampled(token_id) for token_id in self._graph.argmax(hidden_SD)]
+        else:
+            sampled = self._sampler.sample(self._graph.logits(hidden_SD), rows)
+        for i, state, chosen in zip(inputs.sampled_rows, states, sampled, strict=True):
             request_id = step.request_ids[i]
-            self._batch.append_token(state, sampled.token_id)
+            self._batch.append_token(state, chosen.token_id)
             output.request_ids.append(request_id)
-            output.new_token_ids.append([sampled.token_id])
-            if sampled.logprobs is not None:
-                output.logprobs[request_id] = [sampled.logprobs]
+            output.new_token_ids.append([chosen.token_id])
+            if chosen.logprobs is not None:
+                output.logprobs[request_id] = [chosen.logprobs]
 
     def _prompt_logprobs(
         self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, output: ModelRunnerOutput
@@ -76,10 +73,10 @@ class ModelRunner:
             count = min(num_tokens, state.num_prompt_tokens - 1 - start)
             if state.params.prompt_logprobs is not None and count > 0:
                 found: list[TokenLogprobs] = []
-                for at in range(0, count, _PROMPT_LOGPROB_ROWS):
-                    end = min(at + _PROMPT_LOGPROB_ROWS, count)
+                for at in range(0, count, PROMPT_LOGPROB_ROWS):
+                    end = min(at + PROMPT_LOGPROB_ROWS, count)
                     targets = self._batch.token_ids(state)[start + at + 1 : start + end + 1]
-                    logits_TV = self._model.logits(hidden_TD[first + at : first + end])
+                    logits_TV = self._graph.logits(hidden_TD[first + at : first + end])
                     found += self._sampler.prompt_logprobs(logits_TV, targets.tolist(), state.params.prompt_logprobs)
                 output.prompt_logprobs[step.request_ids[i]] = PromptLogprobs(start + 1, found)
             first += num_tokens

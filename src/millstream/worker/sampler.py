@@ -38,6 +38,15 @@ class SamplingRow:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the token is the likeliest one and nothing else is asked for."""
+        return (
+            self.params.is_greedy
+            and self.params.logprobs is None
+            and not sampling_math.has_edits(self.params, self.num_output_tokens)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -93,7 +102,7 @@ class Sampler:
             sampling_math.repair(logits_V)
             best_id = int(logits_V.argmax())
         has_edits = sampling_math.has_edits(params, row.num_output_tokens)
-        if params.is_greedy and not has_edits and params.logprobs is None:
+        if row.is_plain:
             return Sampled(best_id)
 
         # the model's own distribution, so before the edits, for the token chosen after them

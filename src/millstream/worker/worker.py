@@ -11,15 +11,16 @@ import torch
 
 from millstream.config import EngineConfig
 from millstream.hub.files import resolve
-from millstream.kernels.ops import make_ops
+from millstream.kernels.ops import Ops, make_ops
 from millstream.messages import ModelRunnerOutput, NewRequest, SchedulerOutput, WorkerInfo
 from millstream.models.arch import ModelArch
 from millstream.models.load import load_decoder
 from millstream.request import SamplingParams
 from millstream.worker.input_batch import InputBatch
 from millstream.worker.kv_cache import available_memory, plan_kv_cache
-from millstream.worker.model_runner import ModelRunner
+from millstream.worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
 from millstream.worker.sampler import Sampler
+from millstream.worker.step_graph import make_graph
 
 
 class Worker:
@@ -33,7 +34,6 @@ class Worker:
     def start(self, on_progress: Callable[[int, int], None]) -> WorkerInfo:
         """Load and allocate. Raises ModelError or ConfigError."""
         config = self._config
-        torch.set_num_threads(config.parallel.threads or len(os.sched_getaffinity(0)))
         files = resolve(config.model.model, cache_dir=config.model.cache_dir)
         arch = ModelArch.from_files(files)
         dtype = arch.compute_dtype(config.model.dtype)
@@ -45,17 +45,15 @@ class Worker:
             max_model_len=config.model.max_model_len,
             available=available_memory() - arch.weight_bytes(dtype),
         )
-        ops = make_ops("reference", dtype=dtype)
+        ops = self._make_ops(arch, dtype)
         with self._phase("weights"):
             model = load_decoder(files, arch, ops, dtype=dtype, max_len=plan.max_model_len, progress=on_progress)
         with self._phase("KV cache"):
             kv_caches = model.allocate_kv_caches(plan.num_blocks, plan.block_size)
-        batch = InputBatch(
-            num_slots=config.scheduler.max_num_seqs, max_model_len=plan.max_model_len, block_size=plan.block_size
-        )
+        max_tokens, max_rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+        batch = InputBatch(num_slots=max_rows, max_model_len=plan.max_model_len, block_size=plan.block_size)
         self._runner = ModelRunner(
-            model=model,
-            kv_caches=kv_caches,
+            graph=make_graph(model, ops, kv_caches, max_tokens=max_tokens, max_rows=max(max_rows, PROMPT_LOGPROB_ROWS)),
             batch=batch,
             sampler=Sampler(arch.vocab_size),
             device=torch.device("cpu"),
@@ -82,6 +80,20 @@ class Worker:
     def shutdown(self) -> None:
         """Give the memory back."""
         self._runner = None
+
+    def _make_ops(self, arch: ModelArch, dtype: str) -> Ops:
+        threads = self._config.parallel.threads or len(os.sched_getaffinity(0))
+        ops = make_ops(
+            self._config.parallel.kernels,
+            dtype=dtype,
+            threads=threads,
+            head_dim=arch.head_dim,
+            block_size=self._config.cache.block_size,
+            quantization=self._config.model.quantization,
+        )
+        # two pools that spin on the same cores would slow each other down
+        torch.set_num_threads(threads if ops.name == "reference" else 1)
+        return ops
 
     def _warm_up(self, batch: InputBatch) -> None:
         """One token through the model, so that the first request does not pay for what is set up at first use."""

@@ -1,0 +1,99 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <cstdint>
+
+namespace millstream {
+namespace {
+
+// Up to this many rows an item costs what reading its keys and values costs.
+constexpr int kFreeRows = 8;
+// What starting a segment costs, in tokens.
+constexpr int kSegmentOverhead = 8;
+
+std::int64_t segment_cost(const AttentionItem& item, int segment) {
+    int end = std::min((segment + 1) * kSegment, item.first_position + item.num_tokens);
+    return static_cast<std::int64_t>(end - segment * kSegment + kSegmentOverhead) * std::max(item.num_rows(), kFreeRows);
+}
+
+}  // namespace
+
+const AttentionSchedule& AttentionScheduler::build(const StepTables& tables, int num_heads, int num_kv_heads,
+                                                   int head_dim, int window, int num_threads) {
+    items_.clear();
+    for (int r = 0; r < tables.num_requests; r++) add_items(tables, r, num_heads, num_kv_heads, window);
+    deal(head_dim, num_threads);
+    schedule_ = {items_.data(), parts_.data(), part_begin_.data(), cuts_.data(), static_cast<int>(cuts_.size()),
+                 records_.data()};
+    return schedule_;
+}
+
+void AttentionScheduler::add_items(const StepTables& tables, int request, int num_heads, int num_kv_heads, int window) {
+    const int begin = tables.query_start[request], count = tables.query_start[request + 1] - begin;
+    const int first_position = tables.context_len[request] - count;
+    const int group = num_heads / num_kv_heads, heads = std::min(group, kTileRows);
+    const int tokens = std::max(1, kTileRows / heads);
+    for (int kv_head = 0; kv_head < num_kv_heads; kv_head++) {  // outermost: tiles of a kv head share keys and values
+        for (int h = 0; h < group; h += heads) {
+            for (int t = 0; t < count; t += tokens) {
+                AttentionItem item{};
+                item.request = request;
+                item.first_token = begin + t;
+                item.num_tokens = std::min(tokens, count - t);
+                item.first_position = first_position + t;
+                item.kv_head = kv_head;
+                item.first_head = kv_head * group + h;
+                item.num_heads = std::min(heads, group - h);
+                const int oldest = window > 0 ? std::max(0, item.first_position - window + 1) : 0;
+                item.segment_begin = oldest / kSegment;
+                item.segment_end = (item.first_position + item.num_tokens - 1) / kSegment + 1;
+                items_.push_back(item);
+            }
+        }
+    }
+}
+
+// Threads get equal shares of the cost, cut at segments. Where the cuts fall does not change a bit of the results.
+void AttentionScheduler::deal(int head_dim, int num_threads) {
+    parts_.clear();
+    cuts_.clear();
+    part_begin_.assign(1, 0);
+    std::int64_t total = 0, done = 0;
+    for (const auto& item : items_) {
+        for (int s = item.segment_begin; s < item.segment_end; s++) total += segment_cost(item, s);
+    }
+    std::ptrdiff_t records = 0;
+    int thread = 0;
+    for (int i = 0; i < static_cast<int>(items_.size()); i++) {
+        const AttentionItem& item = items_[i];
+        const std::size_t first_part = parts_.size();
+        int begin = item.segment_begin;
+        for (int s = item.segment_begin; s < item.segment_end; s++) {
+            const std::int64_t cost = segment_cost(item, s);
+            // the segment goes where its middle falls
+            while (thread < num_threads - 1 && (done + cost / 2) * num_threads >= total * (thread + 1)) {
+                if (s > begin) parts_.push_back({i, begin, s, -1});
+                begin = s;
+                part_begin_.push_back(static_cast<int>(parts_.size()));
+                thread++;
+            }
+            done += cost;
+        }
+        parts_.push_back({i, begin, item.segment_end, -1});
+        if (parts_.size() - first_part == 1) continue;
+        AttentionCut cut{i, records, 0};
+        for (std::size_t p = first_part; p < parts_.size(); p++) {
+            AttentionPart& part = parts_[p];
+            part.record = records;
+            // the first part is folded by its thread; a later part can't be, as the fold starts at the first segment
+            const int n = p == first_part ? 1 : part.segment_end - part.segment_begin;
+            cut.num_records += n;
+            records += n * record_floats(item, head_dim);
+        }
+        cuts_.push_back(cut);
+    }
+    part_begin_.resize(num_threads + 1, static_cast<int>(parts_.size()));
+    if (static_cast<std::ptrdiff_t>(records_.size()) < records) records_.resize(records);
+}
+
+}  // namespace millstream

@@ -1,0 +1,44 @@
+"""The native tests again, with kernels built with the address and undefined-behaviour sanitizers.
+
+Takes minutes, so it runs only when asked for: MILLSTREAM_TEST_SANITIZED=1 pytest tests/unit/test_native_sanitized.py
+Needs cmake, g++ and nanobind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = ("attention", "linear", "rows", "plan", "sampling")
+
+
+@pytest.mark.skipif(not os.environ.get("MILLSTREAM_TEST_SANITIZED"), reason="asked for by MILLSTREAM_TEST_SANITIZED=1")
+def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path: Path) -> None:
+    build, source = tmp_path / "build", tmp_path / "source"
+    options = ["-DMILLSTREAM_SANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    subprocess.run(["cmake", "-S", ROOT, "-B", build, *options], check=True)
+    subprocess.run(["cmake", "--build", build, "--parallel", "2"], check=True)
+    ignored = shutil.ignore_patterns("_native*.so", "csrc", "__pycache__")
+    shutil.copytree(ROOT / "src" / "millstream", source / "millstream", ignore=ignored)
+    shutil.copytree(ROOT / "tests", source / "tests", ignore=ignored)
+    [module] = build.glob("_native*.so")
+    shutil.copy(module, source / "millstream" / "kernels")
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    env = os.environ | {
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter itself never frees some objects
+        "PYTHONPATH": str(source),
+    }
+    del env["MILLSTREAM_TEST_SANITIZED"]
+    names = [f"tests/unit/test_native_{name}.py" for name in TESTS]
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-o", "asyncio_mode=auto", *names]
+    subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=source, env=env, check=True)
