@@ -141,7 +141,8 @@ def make_ops(
     """The operations called `name` for tensors of `dtype` ("float32", "bfloat16", "float16").
 
     "native" are the ones in C++, "reference" those in torch; "auto" takes the native ones where they can compute what
-    is asked for, and says in the log why not otherwise. Raises ConfigError where "native" or `quantization` can't be had.
+    is asked for, and says in the log why not otherwise. Raises ConfigError where "native" or `quantization` can't be
+    had.
     """
     from millstream.kernels.native import NativeOps, native_obstacle
     from millstream.kernels.reference import ReferenceOps
