@@ -56,6 +56,7 @@ def _facts(files: ModelFiles, arch: ModelArch, dtype: str, config: EngineConfig,
         ("Weights", f"{arch.weight_bytes(dtype) / GIB:.2f} GiB in {dtype}"),
         ("Memory available", f"{available / GIB:.1f} GiB"),
         ("Chat template", _template(files, config)),
+        ("Kernels", _kernels(arch, dtype, config)),
     ):
         table.add_row(name, value)
     return table
@@ -69,6 +70,14 @@ def _template(files: ModelFiles, config: EngineConfig) -> str:
     except MillstreamError as e:
         return f"no tokenizer: {e}"
     return "found" if found else "none: chat would need --chat-template FILE; completions work"
+
+
+def _kernels(arch: ModelArch, dtype: str, config: EngineConfig) -> str:
+    # brings torch, which nothing else here needs
+    from millstream.kernels.native import native_level, native_obstacle
+
+    obstacle = native_obstacle(dtype=dtype, head_dim=arch.head_dim, block_size=config.cache.block_size)
+    return f"torch: {obstacle}" if obstacle else f"native, {native_level()}"
 
 
 def _plan(plan: KVCachePlan, bytes_per_token: int) -> Table:

@@ -229,6 +229,11 @@ class Request:
         return None
 
 
+def nth_seed(seed: int, index: int) -> int:
+    """The seed of answer number `index` to a request: counted up, and around where the range ends."""
+    return (seed + index + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1
+
+
 def check_fits(num_prompt_tokens: int, max_tokens: int | None, *, max_model_len: int) -> None:
     """Raise ContextLengthError where a prompt and the answer asked for are longer than the context."""
     if num_prompt_tokens >= max_model_len:

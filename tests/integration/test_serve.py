@@ -225,3 +225,4 @@ def test_check_shows_the_plan() -> None:
     assert "46,592 tokens in 1,456 blocks of 32" in found.stdout
     assert re.search(r"8 │\s+5,824", found.stdout)
     assert re.search(r"Chat template\s+found", found.stdout)
+    assert re.search(r"Kernels\s+(native, \w+|torch: \w+)", found.stdout)

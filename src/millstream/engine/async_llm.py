@@ -36,7 +36,7 @@ from millstream.messages import (
     RequestRefused,
     WorkerInfo,
 )
-from millstream.request import FinishReason, SamplingParams, check_fits
+from millstream.request import FinishReason, SamplingParams, check_fits, nth_seed
 from millstream.tokenizer.tokenizer import Tokenizer
 
 
@@ -154,7 +154,10 @@ class AsyncLLM:
                 # the answers to one prompt differ by their seeds, counted up from the request's; prompt
                 # log-probabilities are the same for all
                 answer_params = msgspec.structs.replace(
-                    params, seed=base_seed + index, n=1, prompt_logprobs=params.prompt_logprobs if index == 0 else None
+                    params,
+                    seed=nth_seed(base_seed, index),
+                    n=1,
+                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
                 )
                 self._streams[engine_id] = stream
                 self._processor.add(

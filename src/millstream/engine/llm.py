@@ -17,7 +17,7 @@ from millstream.engine.output_processor import OutputProcessor, RequestOutput
 from millstream.executor.base import Executor, make_executor
 from millstream.hub.files import resolve
 from millstream.messages import EngineRequest, TokenLogprobs
-from millstream.request import FinishReason, SamplingParams
+from millstream.request import FinishReason, SamplingParams, nth_seed
 from millstream.tokenizer.tokenizer import Tokenizer
 
 _SETTINGS = {
@@ -160,7 +160,7 @@ class LLM:
         engine_ids = []
         for index in range(params.n):
             engine_id = f"llm-{next(self._ids)}"
-            answer_params = msgspec.structs.replace(params, n=1, seed=base_seed + index)
+            answer_params = msgspec.structs.replace(params, n=1, seed=nth_seed(base_seed, index))
             self.core.add(EngineRequest(engine_id, result.prompt_token_ids, answer_params))
             self._processor.add(
                 engine_id,

@@ -2,8 +2,10 @@
 
 class LinearWeight:
     def __init__(
-        self, type: int, num_inputs: int, num_outputs: int, is_gate_up: bool, words: int, bias: int, scales: int, /
+        self, type: int, num_inputs: int, num_outputs: int, is_gate_up: bool, words: int, bias: int, /
     ) -> None: ...
+    def panel_words(self) -> int: ...
+    def num_panels(self) -> int: ...
 
 class StepTables:
     def __init__(
@@ -80,9 +82,10 @@ class Runtime(_Operations):
         weight: int,
         up: int,
         words: int,
-        scales: int,
         /,
     ) -> None: ...
+    def read_memory(self, data: int, num_bytes: int, /) -> None: ...
+    def multiply(self, dtype: int, count: int, /) -> None: ...
     def row_stats(self, num_rows: int, vocab: int, logits: int, ids: int, best: int, log_sum: int, /) -> None: ...
     def draw(
         self,

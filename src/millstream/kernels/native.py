@@ -37,7 +37,6 @@ _INT8 = 2
 _STORE, _ADD, _SILU_MUL, _STORE_F32, _ARGMAX = range(5)
 _PANEL, _LANES = 32, 16
 _MAX_HEAD_DIM = 256
-_MAX_INT8_INPUTS = 65536
 
 
 def native_available() -> bool:
@@ -64,7 +63,9 @@ def native_obstacle(*, dtype: str, head_dim: int, block_size: int) -> str:
 
 
 def native_level() -> str:
-    """The best instruction set of this processor that the kernels are compiled for."""
+    """The best instruction set of this processor that the kernels are compiled for. ValueError where there are none."""
+    if _import_error:
+        raise ValueError(_import_error)
     return LEVELS[_native.best_level()]
 
 
@@ -78,7 +79,6 @@ class NativeLinear:
     is_gate_up: bool
     words: Tensor
     bias: Tensor | None
-    scales: Tensor | None
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +121,7 @@ class NativeOps:
         threads: compute threads, the caller's included (default: one for each CPU that the process may use).
         level: one of LEVELS (default: the best).
         is_pinned: keep each thread, the caller's included, on one CPU.
-        quantization: "int8": linear layers (but not logits) with 8-bit weights and inputs.
+        quantization: "int8": linear layers multiply 8-bit weights with 8-bit inputs, each with a scale for every 32.
 
     Raises ValueError for a dtype or level that does not run here. Remembers the latest step's tables, so one instance
     serves one model in one thread.
@@ -179,34 +179,21 @@ class NativeOps:
     def _pack(self, weight_NK: Tensor, up_NK: Tensor | None, bias_N: Tensor | None, *, is_int8: bool) -> NativeLinear:
         num_outputs, num_inputs = weight_NK.shape
         weight_NK = self._constant(weight_NK)
-        columns = _PANEL if up_NK is None else _LANES
-        num_panels = -(-num_outputs // columns)
-        elements = 4 if is_int8 else 4 // self.dtype.itemsize
-        words = self._arena.take((num_panels, -(-num_inputs // elements), _PANEL), torch.int32)
-        scales = self._arena.take((num_panels * _PANEL,), torch.float32) if is_int8 else None
+        up_NK = None if up_NK is None else self._constant(up_NK)
+        kind = _INT8 if is_int8 else self._code
+        shape = _native.LinearWeight(kind, num_inputs, num_outputs, up_NK is not None, 0, 0)
+        words = self._arena.take((shape.num_panels(), shape.panel_words()), torch.int32)
         bias = None
         if bias_N is not None:
-            bias = torch.zeros(num_panels * _PANEL)
+            bias = torch.zeros(shape.num_panels() * _PANEL)
             bias[:num_outputs] = bias_N
-        kind = _INT8 if is_int8 else self._code
-        up_address = 0
-        if up_NK is not None:
-            up_NK = self._constant(up_NK)
-            up_address = up_NK.data_ptr()
         self.runtime.pack(
-            kind,
-            self._code,
-            num_inputs,
-            num_outputs,
-            weight_NK.data_ptr(),
-            up_address,
-            words.data_ptr(),
-            _address(scales),
+            kind, self._code, num_inputs, num_outputs, weight_NK.data_ptr(), _address(up_NK), words.data_ptr()
         )
         handle = _native.LinearWeight(
-            kind, num_inputs, num_outputs, up_NK is not None, words.data_ptr(), _address(bias), _address(scales)
+            kind, num_inputs, num_outputs, up_NK is not None, words.data_ptr(), _address(bias)
         )
-        return NativeLinear(handle, num_inputs, num_outputs, up_NK is not None, words, bias, scales)
+        return NativeLinear(handle, num_inputs, num_outputs, up_NK is not None, words, bias)
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> LayerCache:
         """Raises ValueError where blocks or heads are no multiples of 16, or heads wider than 256."""

@@ -16,12 +16,14 @@
 
 #include "sampling.inl"
 
+#include "ceiling.inl"
+
 namespace millstream {
 
 extern const Kernels MS_KERNELS{
-    MS_LEVEL::linear,      MS_LEVEL::rms_norm,   MS_LEVEL::gather,       MS_LEVEL::rotary_and_cache, MS_LEVEL::attention,
-    MS_LEVEL::row_best,    MS_LEVEL::row_weights, MS_LEVEL::weights_of, MS_LEVEL::group_maxima,
-    MS_LEVEL::columns_from,
+    MS_LEVEL::linear,    MS_LEVEL::rms_norm, MS_LEVEL::gather,      MS_LEVEL::rotary_and_cache,
+    MS_LEVEL::attention, MS_LEVEL::row_best, MS_LEVEL::row_weights, MS_LEVEL::weights_of,
+    MS_LEVEL::group_maxima, MS_LEVEL::columns_from, MS_LEVEL::read_memory, MS_LEVEL::multiply,
 };
 
 }  // namespace millstream

@@ -6,88 +6,121 @@
 
 namespace millstream::MS_LEVEL {
 
-// How one word of weights meets one word of activations.
-template <class T>
-struct FloatProduct {
-    using Acc = F;
-    const T* x;
-    std::ptrdiff_t stride;
-
-    static Acc start() { return zero(); }
-    const void* word(int row, int k) const { return x + row * stride + k * static_cast<int>(4 / sizeof(T)); }
-    static Acc dot(Acc acc, W a, W b) { return MS_LEVEL::dot(static_cast<const T*>(nullptr), acc, a, b); }
-    void finish(Acc acc, int, int, float* c) const { store(c, acc); }
-};
-
-struct ByteProduct {
-    using Acc = W;
-    const std::int8_t* x;
-    std::ptrdiff_t stride;
-    const float* row_scale;
-    const std::int32_t* row_offset;  // -128 * sum of the row: weights are kept as u8, 128 too high
-    const float* column_scale;
-
-    static Acc start() { return set1_word(0); }
-    const void* word(int row, int k) const { return x + row * stride + k * 4; }
-    static Acc dot(Acc acc, W a, W b) { return dot_bytes(acc, b, a); }
-    void finish(Acc acc, int row, int column, float* c) const {
-        F scale = set1(row_scale[row]) * load(column_scale + column);
-        store(c, to_floats(add_words(acc, set1_word(row_offset[row]))) * scale);
-    }
-};
-
 // Weights to fetch while a tile is computed: with one pass over the panel, two lines a step, some way ahead; with
 // several, each pass fetches its part of the next panel.
 struct Ahead {
     const char* p;
-    int step;
+    int passes;
 };
 
-template <int MR, bool kOnePass, class Product>
-[[gnu::noinline]] void linear_tile(const Product& product, int row, const std::uint32_t* panel, int column, int words,
-                                   bool has_half, Ahead ahead, float* c) {
-    // every loop over `acc` is unrolled: with one that is not, the compiler keeps it in memory, at half the speed
-    typename Product::Acc acc[MR][2];
-#pragma GCC unroll 8
-    for (int i = 0; i < MR; i++) acc[i][0] = acc[i][1] = Product::start();
-#pragma GCC unroll 2
-    for (int k = 0; k < words; k++) {
-        W b0 = load_words(panel + k * kPanel), b1 = load_words(panel + k * kPanel + kLanes);
-        if (kOnePass) {
-            prefetch_near(ahead.p + k * 128);
-            prefetch_near(ahead.p + k * 128 + 64);
-        } else {
-            prefetch_far(ahead.p + k * ahead.step);
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < MR; i++) {
-            W a = spread(product.word(row + i, k));
-            acc[i][0] = Product::dot(acc[i][0], a, b0);
-            acc[i][1] = Product::dot(acc[i][1], a, b1);
-        }
-    }
-    if (has_half) {  // an odd number of bf16 inputs: the last word has one
-        W b0 = load_words(panel + words * kPanel), b1 = load_words(panel + words * kPanel + kLanes);
-#pragma GCC unroll 8
-        for (int i = 0; i < MR; i++) {
-            W a = spread_low_half(product.word(row + i, words));
-            acc[i][0] = Product::dot(acc[i][0], a, b0);
-            acc[i][1] = Product::dot(acc[i][1], a, b1);
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < MR; i++) {
-        product.finish(acc[i][0], row + i, column, c + i * kPanel);
-        product.finish(acc[i][1], row + i, column + kLanes, c + i * kPanel + kLanes);
-    }
-}
+// Float inputs and weights, or bf16 ones in pairs.
+template <class T>
+struct FloatProduct {
+    static constexpr int kRows = kLinearRows;
+    static constexpr int kPer = 4 / sizeof(T);
+    const T* x;
+    std::ptrdiff_t stride;
+    int num_inputs;
 
-template <bool kOnePass, class Product, int MR = kLinearRows>
-MS_INLINE void linear_tile_of(int num_rows, const Product& product, int row, const std::uint32_t* panel, int column,
-                              int words, bool has_half, Ahead ahead, float* c) {
+    template <int MR, bool kOnePass>
+    [[gnu::noinline]] void tile(int row, const std::uint32_t* panel, Ahead ahead, float* c) const {
+        const T* a = x + row * stride;
+        const int words = num_inputs / kPer, step = 128 / ahead.passes;
+        // every loop over `acc` is unrolled: with one that is not, the compiler keeps it in memory, at half the speed
+        F acc[MR][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) acc[i][0] = acc[i][1] = zero();
+#pragma GCC unroll 2
+        for (int k = 0; k < words; k++) {
+            W b0 = load_words(panel + k * kPanel), b1 = load_words(panel + k * kPanel + kLanes);
+            if (kOnePass) {
+                prefetch(ahead.p + k * 128);
+                prefetch(ahead.p + k * 128 + 64);
+            } else {
+                prefetch(ahead.p + k * step);
+            }
+#pragma GCC unroll 8
+            for (int i = 0; i < MR; i++) {
+                W w = spread(a + i * stride + k * kPer);
+                acc[i][0] = dot(x, acc[i][0], w, b0);
+                acc[i][1] = dot(x, acc[i][1], w, b1);
+            }
+        }
+        if (kPer == 2 && num_inputs % 2 == 1) {  // an odd number of bf16 inputs: the last word has one
+            W b0 = load_words(panel + words * kPanel), b1 = load_words(panel + words * kPanel + kLanes);
+#pragma GCC unroll 8
+            for (int i = 0; i < MR; i++) {
+                W w = spread_low_half(a + i * stride + words * kPer);
+                acc[i][0] = dot(x, acc[i][0], w, b0);
+                acc[i][1] = dot(x, acc[i][1], w, b1);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) {
+            store(c + i * kPanel, acc[i][0]);
+            store(c + i * kPanel + kLanes, acc[i][1]);
+        }
+    }
+};
+
+// Rows as s8 with a scale for each group of inputs, chosen from the group alone; `offset` is -128 times the group's
+// sum, as weights are kept 128 too high.
+struct ByteProduct {
+    static constexpr int kRows = kByteRows;
+    const std::int8_t* x;
+    const float* scale;          // [rows][groups]
+    const std::int32_t* offset;  // [rows][groups]
+    int num_groups;
+
+    template <int MR, bool kOnePass>
+    [[gnu::noinline]] void tile(int row, const std::uint32_t* panel, Ahead ahead, float* c) const {
+        constexpr int kLines = kByteGroupWords / kLanes;
+        const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(num_groups) * kByteGroup;
+        const std::int8_t* a = x + row * stride;
+        F total[MR][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) total[i][0] = total[i][1] = zero();
+        for (int g = 0; g < num_groups; g++, panel += kByteGroupWords) {
+            const char* next = ahead.p + static_cast<std::size_t>(g) * kByteGroupWords * 4 / ahead.passes;
+            for (int line = 0; line < kLines / (kOnePass ? 1 : ahead.passes) + 1; line++) prefetch(next + line * 64);
+            const bf16* column_scale = reinterpret_cast<const bf16*>(panel);
+            const std::uint32_t* words = panel + kPanel / 2;
+            const std::ptrdiff_t at = static_cast<std::ptrdiff_t>(row) * num_groups + g;
+            W acc[MR][2];
+#pragma GCC unroll 8
+            for (int i = 0; i < MR; i++) acc[i][0] = acc[i][1] = set1_word(offset[at + i * num_groups]);
+#pragma GCC unroll 8
+            for (int k = 0; k < kByteGroup / 4; k++) {
+                W b0 = load_words(words + k * kPanel), b1 = load_words(words + k * kPanel + kLanes);
+#pragma GCC unroll 8
+                for (int i = 0; i < MR; i++) {
+                    W w = spread(a + i * stride + g * kByteGroup + k * 4);
+                    acc[i][0] = dot_bytes(acc[i][0], b0, w);
+                    acc[i][1] = dot_bytes(acc[i][1], b1, w);
+                }
+            }
+            const F s0 = load(column_scale), s1 = load(column_scale + kLanes);
+#pragma GCC unroll 8
+            for (int i = 0; i < MR; i++) {
+                const F s = set1(scale[at + i * num_groups]);
+                total[i][0] = fma(to_floats(acc[i][0]), s * s0, total[i][0]);
+                total[i][1] = fma(to_floats(acc[i][1]), s * s1, total[i][1]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) {
+            store(c + i * kPanel, total[i][0]);
+            store(c + i * kPanel + kLanes, total[i][1]);
+        }
+    }
+};
+
+template <bool kOnePass, class Product, int MR = Product::kRows>
+MS_INLINE void tile_of(int num_rows, const Product& product, int row, const std::uint32_t* panel, Ahead ahead,
+                       float* c) {
     if constexpr (MR > 0) {
-        if (num_rows == MR) return linear_tile<MR, kOnePass>(product, row, panel, column, words, has_half, ahead, c);
-        linear_tile_of<kOnePass, Product, MR - 1>(num_rows, product, row, panel, column, words, has_half, ahead, c);
+        if (num_rows == MR) return product.template tile<MR, kOnePass>(row, panel, ahead, c);
+        tile_of<kOnePass, Product, MR - 1>(num_rows, product, row, panel, ahead, c);
     }
 }
 
@@ -163,18 +196,16 @@ MS_INLINE void linear_finish(const LinearArgs& a, int row, int num_rows, int pan
 MS_INLINE const char* first_panel(const LinearArgs& a, const Worker& w) {
     int begin, end;
     w.share(a.weight->num_panels(), begin, end);
-    return reinterpret_cast<const char*>(
-        a.weight->words + static_cast<std::size_t>(begin) * a.weight->words_of_column() * kPanel);
+    return reinterpret_cast<const char*>(a.weight->words + begin * a.weight->panel_words());
 }
 
 template <class T, class Product>
-void linear_panels(const LinearArgs& a, const Product& product, bool has_half, Worker& w, Best* best) {
+void linear_panels(const LinearArgs& a, const Product& product, Worker& w, Best* best) {
     constexpr int kDistance = 2048;  // bytes that one pass fetches ahead; 0 to 8 KB measured alike
-    const int column_words = a.weight->words_of_column(), words = column_words - has_half;
-    const std::size_t panel_words = static_cast<std::size_t>(column_words) * kPanel;
-    const int passes = (a.num_rows + kLinearRows - 1) / kLinearRows;
+    const std::size_t panel_words = a.weight->panel_words();
+    const int passes = (a.num_rows + Product::kRows - 1) / Product::kRows;
     const int rows = a.num_rows / passes, more = a.num_rows % passes;  // the first `more` passes take one row more
-    alignas(64) float c[kLinearRows * kPanel];
+    alignas(64) float c[Product::kRows * kPanel];
     int begin, end;
     w.share(a.weight->num_panels(), begin, end);
     for (int p = begin; p < end; p++) {
@@ -184,11 +215,10 @@ void linear_panels(const LinearArgs& a, const Product& product, bool has_half, W
         for (int q = 0, row = 0; q < passes; q++) {
             const int n = rows + (q < more);
             if (passes == 1) {
-                Ahead ahead{p == end - 1 ? next : reinterpret_cast<const char*>(panel) + kDistance, 0};
-                linear_tile_of<true>(n, product, row, panel, p * kPanel, words, has_half, ahead, c);
+                Ahead ahead{p == end - 1 ? next : reinterpret_cast<const char*>(panel) + kDistance, 1};
+                tile_of<true>(n, product, row, panel, ahead, c);
             } else {
-                Ahead ahead{next + panel_words * 4 * q / passes, 128 / passes};
-                linear_tile_of<false>(n, product, row, panel, p * kPanel, words, has_half, ahead, c);
+                tile_of<false>(n, product, row, panel, Ahead{next + panel_words * 4 * q / passes, passes}, c);
             }
             linear_finish<T>(a, row, n, p, c, best);
             row += n;
@@ -196,28 +226,58 @@ void linear_panels(const LinearArgs& a, const Product& product, bool has_half, W
     }
 }
 
-// Rows as s8 with a scale each, chosen from the row alone.
 template <class T>
-MS_INLINE void quantize_row(const T* x, int width, std::int8_t* q, float& scale, std::int32_t& offset) {
-    F m = zero();
-    for (int k = 0; k < width; k += kLanes) m = max(m, abs(width - k < kLanes ? load(x + k, width - k) : load(x + k)));
-    float largest = maximum(m);
-    if (!(largest > 0.0f)) largest = 1.0f;
-    const F inverse = set1(127.0f / largest);
-    W total = set1_word(0);
-    for (int k = 0; k < width; k += kLanes) {
-        W v = to_words((width - k < kLanes ? load(x + k, width - k) : load(x + k)) * inverse);
-        total = add_words(total, v);
-        store_bytes(q + k, v);
+MS_INLINE void quantize_row(const T* x, int width, std::int8_t* q, float* scale, std::int32_t* offset) {
+    static_assert(kByteGroup == 2 * kLanes, "a group is two vectors");
+    for (int k = 0; k < width; k += kByteGroup, q += kByteGroup) {
+        const int n = width - k;
+        const F a = n < kLanes ? load(x + k, n) : load(x + k);
+        const F b = n >= kByteGroup ? load(x + k + kLanes) : n > kLanes ? load(x + k + kLanes, n - kLanes) : zero();
+        float largest = maximum(max(abs(a), abs(b)));
+        if (!(largest > 0.0f)) largest = 1.0f;
+        const F inverse = set1(127.0f / largest);
+        const W u = to_words(a * inverse), v = to_words(b * inverse);
+        store_bytes(q, u);
+        store_bytes(q + kLanes, v);
+        *scale++ = largest / 127.0f;
+        *offset++ = -128 * sum_words(add_words(u, v));
     }
-    scale = largest / 127.0f;
-    offset = -128 * sum_words(total);
+}
+
+template <class T>
+MS_INLINE void linear_bytes(const LinearArgs& a, char* shared, Worker& w, Best* best) {
+    const std::size_t groups = a.weight->num_groups(), rows = a.num_rows;
+    float* scale = reinterpret_cast<float*>(shared);
+    std::int32_t* offset = reinterpret_cast<std::int32_t*>(scale + rows * groups);
+    std::int8_t* q = reinterpret_cast<std::int8_t*>(offset + rows * groups);
+    int begin, end;
+    w.share(a.num_rows, begin, end);
+    for (std::size_t i = begin; i < static_cast<std::size_t>(end); i++) {
+        quantize_row(static_cast<const T*>(a.x) + i * a.x_stride, a.weight->num_inputs, q + i * groups * kByteGroup,
+                     scale + i * groups, offset + i * groups);
+    }
+    w.barrier();
+    linear_panels<T>(a, ByteProduct{q, scale, offset, static_cast<int>(groups)}, w, best);
+}
+
+// Each thread has the best of its columns; threads hold ascending ones, so only a greater value replaces.
+MS_INLINE void merge_best(const LinearArgs& a, Worker& w) {
+    const Best* best = reinterpret_cast<const Best*>(a.shared);
+    int begin, end;
+    w.share(a.num_rows, begin, end);
+    for (int i = begin; i < end; i++) {
+        Best found = best[i];
+        for (int t = 1; t < w.count; t++) {
+            const Best& other = best[static_cast<std::ptrdiff_t>(t) * a.num_rows + i];
+            if (other.value > found.value) found = other;
+        }
+        a.ids[i] = found.id;
+    }
 }
 
 template <class T>
 void linear_of(const LinearArgs& a, Worker& w) {
     if (a.num_rows == 0) return;
-    const LinearWeight& weight = *a.weight;
     char* shared = a.shared;
     Best* best = nullptr;
     if (a.epilogue == Epilogue::argmax) {
@@ -225,38 +285,15 @@ void linear_of(const LinearArgs& a, Worker& w) {
         for (int i = 0; i < a.num_rows; i++) best[i] = {-__builtin_inff(), 0};
         shared += sizeof(Best) * static_cast<std::size_t>(a.num_rows) * w.count;
     }
-    const T* x = static_cast<const T*>(a.x);
-    if (weight.type == WeightType::int8) {
-        const std::ptrdiff_t stride = (weight.num_inputs + kLanes - 1) / kLanes * kLanes;
-        float* scale = reinterpret_cast<float*>(shared);
-        std::int32_t* offset = reinterpret_cast<std::int32_t*>(scale + a.num_rows);
-        std::int8_t* q = reinterpret_cast<std::int8_t*>(offset + a.num_rows);
-        int begin, end;
-        w.share(a.num_rows, begin, end);
-        for (int i = begin; i < end; i++) {
-            quantize_row(x + static_cast<std::ptrdiff_t>(i) * a.x_stride, weight.num_inputs, q + i * stride, scale[i],
-                         offset[i]);
-        }
-        w.barrier();
-        linear_panels<T>(a, ByteProduct{q, stride, scale, offset, weight.scales}, false, w, best);
+    if (a.weight->type == WeightType::int8) {
+        linear_bytes<T>(a, shared, w, best);
     } else {
-        const bool has_half = sizeof(T) == 2 && weight.num_inputs % 2 == 1;
-        linear_panels<T>(a, FloatProduct<T>{x, a.x_stride}, has_half, w, best);
+        const T* x = static_cast<const T*>(a.x);
+        linear_panels<T>(a, FloatProduct<T>{x, a.x_stride, a.weight->num_inputs}, w, best);
     }
-    if (best) {
-        w.barrier();
-        best = reinterpret_cast<Best*>(a.shared);
-        int begin, end;
-        w.share(a.num_rows, begin, end);
-        for (int i = begin; i < end; i++) {
-            Best found = best[i];
-            for (int t = 1; t < w.count; t++) {  // threads hold ascending columns: only a greater value replaces
-                const Best& other = best[static_cast<std::ptrdiff_t>(t) * a.num_rows + i];
-                if (other.value > found.value) found = other;
-            }
-            a.ids[i] = found.id;
-        }
-    }
+    if (!best) return;
+    w.barrier();
+    merge_best(a, w);
 }
 
 void linear(const LinearArgs& a, Worker& w) {

@@ -21,10 +21,9 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-LinearWeight make_weight(int type, int num_inputs, int num_outputs, bool is_gate_up, Address words, Address bias,
-                         Address scales) {
+LinearWeight make_weight(int type, int num_inputs, int num_outputs, bool is_gate_up, Address words, Address bias) {
     return {static_cast<WeightType>(type), num_inputs, num_outputs, is_gate_up, at<std::uint32_t>(words),
-            at<float>(bias), at<float>(scales)};
+            at<float>(bias)};
 }
 
 StepTables make_tables(int num_tokens, int num_requests, int block_stride, Address positions, Address slots,
@@ -94,10 +93,22 @@ void add_runtime(nb::module_& m) {
         .def(
             "pack",
             [](Runtime& self, int type, int dtype, int num_inputs, int num_outputs, Address weight, Address up,
-               Address words, Address scales) {
+               Address words) {
                 pack({static_cast<WeightType>(type), static_cast<DType>(dtype), num_inputs, num_outputs,
-                      at<void>(weight), at<void>(up), at<std::uint32_t>(words), at<float>(scales)},
+                      at<void>(weight), at<void>(up), at<std::uint32_t>(words)},
                      self.pool());
+            },
+            NoGil())
+        .def(
+            "read_memory",
+            [](Runtime& self, Address data, std::size_t num_bytes) {
+                self.pool().run([&](Worker& w) { self.kernels().read_memory(at<void>(data), num_bytes, w); });
+            },
+            NoGil())
+        .def(
+            "multiply",
+            [](Runtime& self, int dtype, int count) {
+                self.pool().run([&](Worker& w) { self.kernels().multiply(static_cast<DType>(dtype), count, w); });
             },
             NoGil())
         .def(
@@ -138,12 +149,16 @@ void add_plan(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // a program that ends with an engine alive leaks nothing worth a report
     m.def("best_level", [] { return static_cast<int>(best_level()); });
-    nb::class_<LinearWeight>(m, "LinearWeight").def("__init__", [](LinearWeight* self, int type, int num_inputs,
-                                                                     int num_outputs, bool is_gate_up, Address words,
-                                                                     Address bias, Address scales) {
-        new (self) LinearWeight(make_weight(type, num_inputs, num_outputs, is_gate_up, words, bias, scales));
-    });
+    nb::class_<LinearWeight>(m, "LinearWeight")
+        .def("__init__",
+             [](LinearWeight* self, int type, int num_inputs, int num_outputs, bool is_gate_up, Address words,
+                Address bias) {
+                 new (self) LinearWeight(make_weight(type, num_inputs, num_outputs, is_gate_up, words, bias));
+             })
+        .def("panel_words", &LinearWeight::panel_words)
+        .def("num_panels", &LinearWeight::num_panels);
     nb::class_<StepTables>(m, "StepTables").def("__init__", [](StepTables* self, int num_tokens, int num_requests,
                                                                  int block_stride, Address positions, Address slots,
                                                                  Address query_start, Address context_len,

@@ -7,13 +7,12 @@
 namespace millstream {
 
 struct PackArgs {
-    WeightType type;       // of the packed weight; int8 quantises by output column
+    WeightType type;       // of the packed weight; int8 quantises
     DType dtype;           // of the source
     int num_inputs, num_outputs;
     const void* weight;    // [N][K]
     const void* up;        // of a gate/up weight: its second half [N][K]; else null
-    std::uint32_t* words;  // results
-    float* scales;         // int8: [panels * 32]
+    std::uint32_t* words;  // result
 };
 
 void pack(const PackArgs& args, ThreadPool& pool);

@@ -1,4 +1,4 @@
-// The engine's own threads: they spin inside a step (a barrier costs ~0.1 us, a wake-up ~20 us) and sleep between steps.
+// The engine's own threads: they spin inside a step (a barrier costs 0.1 us, a wake-up 20 us), and sleep between steps.
 #pragma once
 
 #include <atomic>

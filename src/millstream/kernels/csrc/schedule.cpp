@@ -12,8 +12,9 @@ constexpr int kFreeRows = 8;
 constexpr int kSegmentOverhead = 8;
 
 std::int64_t segment_cost(const AttentionItem& item, int segment) {
-    int end = std::min((segment + 1) * kSegment, item.first_position + item.num_tokens);
-    return static_cast<std::int64_t>(end - segment * kSegment + kSegmentOverhead) * std::max(item.num_rows(), kFreeRows);
+    const int end = std::min((segment + 1) * kSegment, item.first_position + item.num_tokens);
+    const std::int64_t tokens = end - segment * kSegment + kSegmentOverhead;
+    return tokens * std::max(item.num_rows(), kFreeRows);
 }
 
 }  // namespace

@@ -19,8 +19,12 @@ constexpr int kPanel = 32;    // output columns that lie together in a packed we
 constexpr int kLanes = 16;    // 32-bit lanes of a vector, at every level
 constexpr int kSegment = 256; // keys reduced together by attention, at positions that are multiples of it
 
+constexpr int kByteGroup = 32;  // inputs that share a scale in int8
+constexpr int kByteGroupWords = kPanel / 2 + kByteGroup / 4 * kPanel;
+
 // A packed linear layer. Panel p holds columns 32p .. 32p+31, of each the words k = 0, 1, ...: words[p][k][32].
-// A word is one float, two bf16 of neighbouring k, or four u8 (weight + 128) of neighbouring k.
+// A word is one float, two bf16 of neighbouring k, or four u8 (weight / scale + 128) of neighbouring k. With int8 a
+// group of 8 words of k comes after its scales: 32 bf16, one for each column.
 struct LinearWeight {
     WeightType type;
     int num_inputs;             // K
@@ -28,15 +32,15 @@ struct LinearWeight {
     bool is_gate_up;            // a panel is 16 gate columns, then the 16 up columns of the same outputs
     const std::uint32_t* words;
     const float* bias;          // padded to whole panels, or null
-    const float* scales;        // int8: of each packed column
 
     int num_panels() const {
         int columns = is_gate_up ? kLanes : kPanel;
         return (num_outputs + columns - 1) / columns;
     }
-    int words_of_column() const {
-        int per_word = type == WeightType::f32 ? 1 : type == WeightType::bf16 ? 2 : 4;
-        return (num_inputs + per_word - 1) / per_word;
+    int num_groups() const { return (num_inputs + kByteGroup - 1) / kByteGroup; }  // of int8
+    std::size_t panel_words() const {
+        if (type == WeightType::int8) return static_cast<std::size_t>(num_groups()) * kByteGroupWords;
+        return static_cast<std::size_t>(type == WeightType::f32 ? num_inputs : (num_inputs + 1) / 2) * kPanel;
     }
 };
 
@@ -142,6 +146,9 @@ struct Kernels {
     void (*weights_of)(const float*, int, float, float, float*);
     void (*group_maxima)(const float*, int, int, float*);
     int (*columns_from)(const float*, int, float, std::int32_t*);
+
+    void (*read_memory)(const void*, std::size_t, Worker&);  // see ceiling.inl
+    void (*multiply)(DType, int, Worker&);
 };
 
 extern const Kernels kKernelsPortable;

@@ -17,6 +17,7 @@ struct W {  // 16 words of 32 bits
 };
 
 constexpr int kLinearRows = 2;  // 16 registers hold 8 accumulators, 4 of weights and what bf16 needs to unfold
+constexpr int kByteRows = 1;  // of a tile in int8, which has two sets of accumulators
 constexpr int kQkRows = 2;
 constexpr int kQkTiles = 4;  // accumulators of a tile of scores
 constexpr int kPvRows = 2;
@@ -163,7 +164,9 @@ MS_INLINE int sum_words(W x) {
 MS_INLINE void store_bytes(std::int8_t* p, W x) {
     int lanes[16];
     store_words(lanes, x);
-    for (int i = 0; i < 16; i++) p[i] = static_cast<std::int8_t>(lanes[i] > 127 ? 127 : lanes[i] < -128 ? -128 : lanes[i]);
+    for (int i = 0; i < 16; i++) {
+        p[i] = static_cast<std::int8_t>(lanes[i] > 127 ? 127 : lanes[i] < -128 ? -128 : lanes[i]);
+    }
 }
 
 // 16 bf16 into the low (half 0) or high (half 1) halves of 16 words. Another thread may write the other halves now.
@@ -172,7 +175,6 @@ MS_INLINE void store_halves(std::uint32_t* p, const bf16* x, int half) {
     for (int i = 0; i < 16; i++) halves[2 * i] = x[i].bits;
 }
 
-MS_INLINE void prefetch_near(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-MS_INLINE void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+MS_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace millstream::MS_LEVEL

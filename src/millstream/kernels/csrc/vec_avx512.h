@@ -18,6 +18,7 @@ struct W {  // 16 words of 32 bits
 };
 
 constexpr int kLinearRows = 8;  // rows of a register tile; enough that two loads of weights feed 16 products
+constexpr int kByteRows = 6;  // of a tile in int8, which has two sets of accumulators
 constexpr int kQkRows = 8;
 constexpr int kQkTiles = 16;  // accumulators of a tile of scores
 constexpr int kPvRows = 6;
@@ -124,7 +125,6 @@ MS_INLINE void store_halves(std::uint32_t* p, const bf16* x, int half) {
     }
 }
 
-MS_INLINE void prefetch_near(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-MS_INLINE void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+MS_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 }  // namespace millstream::MS_LEVEL

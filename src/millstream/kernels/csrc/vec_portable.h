@@ -20,6 +20,7 @@ struct W {  // 16 words of 32 bits
 };
 
 constexpr int kLinearRows = 2;
+constexpr int kByteRows = 1;  // of a tile in int8, which has two sets of accumulators
 constexpr int kQkRows = 2;
 constexpr int kQkTiles = 4;  // accumulators of a tile of scores
 constexpr int kPvRows = 2;
@@ -143,7 +144,6 @@ MS_INLINE void store_halves(std::uint32_t* p, const bf16* x, int half) {
     MS_LANES halves[2 * i] = x[i].bits;
 }
 
-MS_INLINE void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
-MS_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+MS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace millstream::MS_LEVEL
