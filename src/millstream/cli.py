@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     _pull(commands)
     _check(commands)
     _bench(commands)
+    _simulate(commands)
     return parser
 
 
@@ -125,6 +126,18 @@ def _bench(commands: Any) -> None:
     )
     bench_serve.add_arguments(serve)
     serve.set_defaults(run=bench_serve.run)
+
+
+def _simulate(commands: Any) -> None:
+    from millstream.sim import command
+
+    parser = _command(
+        commands,
+        "simulate",
+        lambda args: command.run(args, os.environ),
+        "run the scheduler on simulated hardware and print the Serving Benchmark Result",
+    )
+    command.add_arguments(parser)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,18 @@ class SchedulerConfig(_Settings):
     batch_window_ms: float = _setting(
         0.0, "when idle, wait this long after a request for more, so that they start as one batch", low=0, high=60000
     )
+    chunk_policy: str | None = _setting(
+        None,
+        "fixed: steps of up to --max-num-batched-tokens; balanced: of equal predicted time (default: balanced with "
+        "several stages, fixed with one)",
+        choices=("fixed", "balanced"),
+    )
+    target_tpot_ms: float | None = _setting(
+        None, "balanced steps are small enough for a next token every so many milliseconds", low=0.1
+    )
+    chunk_pipelining: bool = _setting(
+        True, "compute a prompt's next chunk in the first stage while the one before is in a later stage"
+    )
     max_num_waiting: int = _setting(4096, "requests in the queue, at most; more are answered with 429", low=1)
 
 
@@ -101,12 +113,54 @@ class SchedulerConfig(_Settings):
 class ParallelConfig(_Settings):
     """How the work is spread over cores."""
 
-    threads: int | None = _setting(None, "compute threads (default: one for each core)", low=1, high=1024)
+    threads: int | None = _setting(
+        None, "compute threads of all pipeline stages together (default: one for each core)", low=1, high=1024
+    )
+    pipeline_parallel_size: int = _setting(
+        1, "stages: processes that hold a slice of the layers each, with the chunks of a prompt flowing through", low=1
+    )
+    pipeline_layer_split: str | None = _setting(
+        None, "layers of each stage, first to last, like 8,8,7,7 (default: by estimated time)"
+    )
+    watchdog_timeout: float = _setting(
+        30.0, "with pipeline stages: seconds after which a stage that does not answer counts as hung", low=1, high=86400
+    )
+    device: str = _setting(
+        "cpu", "cpu, or sim: answers of made-up words in the time that --hardware would take", choices=("cpu", "sim")
+    )
+    hardware: str = _setting(
+        "instant", "what --device sim simulates (`millstream simulate --list`), or a profile's file"
+    )
     kernels: str = _setting(
         "auto",
         "native: C++; reference: torch; auto: native where it can compute the model",
         choices=("auto", "native", "reference"),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        split, num_stages = self.layer_split, self.pipeline_parallel_size
+        if split is not None and len(split) != num_stages:
+            raise ConfigError(
+                f"--pipeline-layer-split is {self.pipeline_layer_split}, {len(split)} stages: "
+                f"--pipeline-parallel-size is {num_stages}"
+            )
+
+    @property
+    def layer_split(self) -> tuple[int, ...] | None:
+        """The layers of each stage, where they were set by hand."""
+        if self.pipeline_layer_split is None:
+            return None
+        try:
+            sizes = tuple(int(part) for part in self.pipeline_layer_split.split(","))
+        except ValueError:
+            sizes = (0,)
+        if min(sizes) < 1:
+            raise ConfigError(
+                f"--pipeline-layer-split is {self.pipeline_layer_split!r}: it must be numbers of layers, "
+                "1 or more for each stage, with commas between them"
+            )
+        return sizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,7 +171,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     num_computed_tokens: int
 
 
-class SchedulerOutput(msgspec.Struct, array_like=True):
+class SchedulerOutput(msgspec.Struct, array_like=True, tag="step"):
     """One step: which requests, how many tokens of each, and what changed since the last step."""
 
     step_id: int
@@ -193,7 +193,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
         return sum(self.num_scheduled_tokens)
 
 
-class ModelRunnerOutput(msgspec.Struct, array_like=True):
+class ModelRunnerOutput(msgspec.Struct, array_like=True, tag="result"):
     """What a step brought: a list of new tokens for each row that wanted one, in the batch's order."""
 
     step_id: int
@@ -201,14 +201,100 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True):
     new_token_ids: list[list[int]]
     logprobs: dict[str, list[TokenLogprobs]] = {}
     prompt_logprobs: dict[str, PromptLogprobs] = {}
+    stage_seconds: list[float] = []
+    """How long each stage computed, first to last; waiting and handing over not counted."""
+
+
+class KVCacheSize(msgspec.Struct, array_like=True, tag="kv"):
+    """How many blocks every stage allocates: the least of what the stages have room for."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+class Ping(msgspec.Struct, array_like=True, tag="ping"):
+    """Asks an idle stage whether it still lives; it answers with a Pong."""
+
+
+ToWorker = KVCacheSize | SchedulerOutput | Ping
+
+
+class StagePlan(msgspec.Struct, array_like=True, tag="plan"):
+    """A stage's first message: what it has room for."""
+
+    rank: int
+    num_blocks: int
+    max_model_len: int
+
+
+class StageProgress(msgspec.Struct, array_like=True, tag="progress"):
+    """How far a stage's weights are loaded."""
+
+    rank: int
+    done_bytes: int
+    total_bytes: int
+
+
+class StageReady(msgspec.Struct, array_like=True, tag="ready"):
+    """A stage takes steps. Bytes and phases in `info` are its own."""
+
+    rank: int
+    info: WorkerInfo
+
+
+class StageFailed(msgspec.Struct, array_like=True, tag="failed"):
+    """A stage can't start or go on. `error` is the name of the exception's class, `trace` its stack as text."""
+
+    rank: int
+    error: str
+    message: str
+    trace: str
+
+
+class Pong(msgspec.Struct, array_like=True, tag="pong"):
+    rank: int
+
+
+FromWorker = StagePlan | StageProgress | StageReady | StageFailed | ModelRunnerOutput | Pong
+
+
+class RingEnd(msgspec.Struct):
+    """One end of a ring of slots between two processes (parallel/ring.py), as inherited file descriptors."""
+
+    memory_fd: int
+    filled_fd: int
+    freed_fd: int
+    num_slots: int
+    slot_bytes: int
+
+
+class WorkerStart(msgspec.Struct):
+    """The one line on a worker process's standard input; the pipe's end tells it that its engine is gone."""
+
+    config: EngineConfig
+    """`threads` in it are this stage's own."""
+    rank: int
+    layer_split: list[int]
+    """Layers of each stage."""
+    cpus: list[int]
+    """The cores that this stage keeps to."""
+    address: str
+    board_fd: int
+    hidden_in: RingEnd | None = None
+    hidden_out: RingEnd | None = None
+    tokens_in: RingEnd | None = None
+    tokens_out: RingEnd | None = None
+    log_level: str | None = None
 
 
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 _from_engine = msgspec.msgpack.Decoder(FromEngine)
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: ToEngine | FromEngine) -> bytes:
+def encode(message: ToEngine | FromEngine | ToWorker | FromWorker) -> bytes:
     return _encoder.encode(message)
 
 
@@ -218,3 +304,11 @@ def decode_to_engine(data: bytes | memoryview) -> ToEngine:
 
 def decode_from_engine(data: bytes | memoryview) -> FromEngine:
     return _from_engine.decode(data)
+
+
+def decode_to_worker(data: bytes | memoryview) -> ToWorker:
+    return _to_worker.decode(data)
+
+
+def decode_from_worker(data: bytes | memoryview) -> FromWorker:
+    return _from_worker.decode(data)

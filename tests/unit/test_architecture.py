@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,10 +31,24 @@ LAYERS: list[set[str]] = [
     {"sched"},
     {"engine"},
     {"server", "bench", "chat", "check"},
+    {"sim"},
     {"cli"},
 ]
 CORE = {"config", "errors", "log", "request", "messages", "sched", "engine", "executor", "parallel", "worker", "cli"}
-TORCH_FREE = ("sched", "engine", "server", "bench", "hub", "tokenizer", "request", "messages", "config", "chat", "cli")
+TORCH_FREE = (
+    "sched",
+    "engine",
+    "server",
+    "bench",
+    "hub",
+    "tokenizer",
+    "request",
+    "messages",
+    "config",
+    "chat",
+    "sim",
+    "cli",
+)
 # the one lazy step from the engine to the workers
 LAZY_EXCEPTION = "millstream.executor.base"
 
@@ -177,5 +193,21 @@ def test_budgets() -> None:
 
 
 def test_the_core_stays_small() -> None:
-    lines = sum(len(p.read_text().splitlines()) for m, p in MODULES.items() if package_of(m) in CORE)
-    assert lines <= 5000, f"the core has {lines} lines"
+    lines = sum(lines_of_code(p) for m, p in MODULES.items() if package_of(m) in CORE)
+    assert lines <= 5000, f"the core has {lines} lines of code"
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines that hold code: comments and docstrings are free, lest the budget be met by leaving them out."""
+    text = path.read_text()
+    code: set[int] = set()
+    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            code.update(range(token.start[0], token.end[0] + 1))
+    docs: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            assert node.end_lineno is not None
+            docs.update(range(node.lineno, node.end_lineno + 1))
+    return len(code - docs)

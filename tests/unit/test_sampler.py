@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millstream.kernels.native import NativeOps, native_available, native_unavailable_reason
 from millstream.kernels.random import philox4x32, uniform
 from millstream.request import SamplingParams
 from millstream.worker import sampling_math
-from millstream.worker.sampler import Sampled, Sampler, SamplingRow
+from millstream.worker.sampler import NativeDraw, Sampled, Sampler, SamplingRow
 
 VOCAB_SIZE = 1000
 
@@ -328,3 +329,27 @@ def test_uniform_numbers() -> None:
     assert all(0 <= n < 1 for n in numbers)
     assert len(set(numbers)) == 2000
     assert abs(sum(numbers) / 2000 - 0.5) < 5 / math.sqrt(12 * 2000)
+
+
+@pytest.mark.skipif(not native_available(), reason=native_unavailable_reason())
+def test_the_native_draw_chooses_as_numpys_does() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits_RV = torch.randn(64, 5000, generator=generator) * 3
+    rows = [
+        SamplingRow(
+            params=SamplingParams(
+                temperature=0.2 + 0.05 * i,
+                top_k=(0, 5, 300)[i % 3],
+                top_p=(1.0, 0.9)[i % 2],
+                min_p=0.01 * (i % 4),
+                seed=i,
+            ),
+            token_ids=[0] * (i + 1),
+            num_prompt_tokens=1,
+        )
+        for i in range(64)
+    ]
+    native = Sampler(5000, draw=NativeDraw(NativeOps(dtype="float32", threads=2)))
+    found = [s.token_id for s in native.sample(logits_RV.clone(), rows)]
+    assert found == [s.token_id for s in Sampler(5000).sample(logits_RV.clone(), rows)]
+    assert len(set(found)) > 20

@@ -161,9 +161,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = DEFINITIONS
     _add_server(parser.add_argument_group("Server"))
-    _add_dataset(parser.add_argument_group("Prompts"))
-    _add_load(parser.add_argument_group("Load"))
-    _add_report(parser.add_argument_group("Report"))
+    add_dataset(parser.add_argument_group("Prompts"))
+    add_load(parser.add_argument_group("Load"))
+    add_report(parser.add_argument_group("Report"))
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
@@ -180,7 +180,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     add("--endpoint", metavar="PATH", help="path to post to, where it is not the backend's usual one")
 
 
-def _add_dataset(group: argparse._ArgumentGroup) -> None:
+def add_dataset(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--dataset-name", choices=DATASETS, default="random", help="where prompts come from (default: %(default)s)")
     add(
@@ -215,7 +215,7 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=_int(0), default=0, metavar="N", help="of prompts, lengths and arrivals (default: %(default)s)")
 
 
-def _add_load(group: argparse._ArgumentGroup) -> None:
+def add_load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--request-rate",
@@ -253,7 +253,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_report(group: argparse._ArgumentGroup) -> None:
+def add_report(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--percentile-metrics",

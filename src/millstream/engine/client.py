@@ -26,6 +26,8 @@ from millstream.messages import (
     encode,
 )
 
+# by name, since the simulated device lies above the engine
+_MODULES = {"cpu": "millstream.engine.process", "sim": "millstream.sim.process"}
 _STOP_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 0.2
 
@@ -46,7 +48,7 @@ class EngineClient:
         folder = Path(tempfile.mkdtemp(prefix="millstream-"))
         address = f"ipc://{folder / 'engine'}"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "millstream.engine.process", stdin=asyncio.subprocess.PIPE
+            sys.executable, "-m", _MODULES[config.parallel.device], stdin=asyncio.subprocess.PIPE
         )
         assert process.stdin is not None
         start = EngineStart(config=config, address=address, log_level=log_level)

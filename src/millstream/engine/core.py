@@ -15,11 +15,10 @@ from concurrent.futures import Future
 
 from millstream.config import EngineConfig
 from millstream.errors import InvalidRequestError
-from millstream.executor.base import Executor, OnProgress
+from millstream.executor.base import Executor, OnProgress, WaitingExecutor, Wake
 from millstream.messages import EngineOutputs, EngineRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from millstream.request import FinishReason, Request, check_fits
-from millstream.sched.kv_cache_manager import KVCacheManager
-from millstream.sched.scheduler import Scheduler
+from millstream.sched.factory import make_scheduler
 
 
 class EngineCore:
@@ -37,18 +36,17 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
+        self._waiting = executor if isinstance(executor, WaitingExecutor) else None
         self._clock = clock
         self.info = executor.start(on_progress)
-        self.scheduler = Scheduler(
-            kv_cache=KVCacheManager(
-                num_blocks=self.info.num_blocks,
-                block_size=self.info.block_size,
-                enable_prefix_caching=config.cache.enable_prefix_caching,
-            ),
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        self.scheduler = make_scheduler(
+            config.scheduler,
+            self.info,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            depth=executor.depth,
         )
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput], float]] = deque()
+        self._last_landed = 0.0
         self.last_step: SchedulerOutput | None = None
         """The step that `step` settled last."""
 
@@ -89,8 +87,9 @@ class EngineCore:
         """End a request; whether it was still open."""
         return self.scheduler.abort(request_id, reason)
 
-    def step(self) -> EngineOutputs | None:
-        """Fill the deque, then settle its oldest step; None if nothing was ready to run."""
+    def step(self, *, wake: Wake | None = None) -> EngineOutputs | None:
+        """Fill the deque, then settle its oldest step; None if nothing was ready to run, or if `wake` could be read
+        before a result was there (a newcomer may have its place in the deque)."""
         while len(self._in_flight) < self._executor.depth:
             step = self.scheduler.schedule()
             if step is None:
@@ -99,11 +98,26 @@ class EngineCore:
             self._in_flight.appendleft((step, self._executor.submit(step), started))
         if not self._in_flight:
             return None
+        if wake is not None and self._waiting is not None and not self._in_flight[-1][1].done():
+            self._waiting.wait(wake)
+            if not self._in_flight[-1][1].done():
+                return None
         self.last_step, future, started = self._in_flight.pop()
         outputs = self.scheduler.update(future.result())
         if outputs.stats is not None:
-            outputs.stats.step_seconds = self._clock() - started
+            now = self._clock()
+            # time that it shared with the step before is the other's
+            outputs.stats.step_seconds = now - max(started, self._last_landed)
+            self._last_landed = now
         return outputs
+
+    def wait_idle(self, wake: Wake) -> None:
+        """With nothing to run, wait until `wake` can be read. Raises EngineDeadError where a worker is gone meanwhile.
+
+        Returns at once where there are no worker processes to watch.
+        """
+        if self._waiting is not None:
+            self._waiting.wait(wake)
 
     def check_integrity(self) -> None:
         """Assert the scheduler's invariants; to be called when there is no work."""

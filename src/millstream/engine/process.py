@@ -6,11 +6,12 @@ input closes, which is how it learns that its parent is gone. While idle it bloc
 
 from __future__ import annotations
 
-import os
+import shutil
 import signal
 import sys
-import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -19,7 +20,7 @@ from millstream.config import EngineConfig
 from millstream.engine.busy_period import BusyPeriod
 from millstream.engine.core import EngineCore
 from millstream.errors import MillstreamError, RequestError
-from millstream.executor.base import make_executor
+from millstream.executor.base import Executor, WaitingExecutor, Wake, make_executor
 from millstream.log import configure, log
 from millstream.messages import (
     AbortRequests,
@@ -37,6 +38,7 @@ from millstream.messages import (
     decode_to_engine,
     encode,
 )
+from millstream.parallel.lifeline import follow_parent
 from millstream.request import Request
 
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -57,6 +59,11 @@ class EngineSocket:
         self._socket.bind(address)
         self._clients: list[bytes] = []
         self.owners: dict[str, bytes] = {}
+
+    @property
+    def wake(self) -> Wake:
+        """Can be read when a client has sent something."""
+        return self._socket
 
     def receive(self, timeout: float | None) -> list[tuple[bytes, ToEngine]]:
         """All messages that are there; waits up to `timeout` seconds (None: for ever) for the first."""
@@ -132,7 +139,7 @@ class EngineProcess:
             self._receive()
             if self._stopping:
                 break
-            outputs = self._core.step()
+            outputs = self._core.step(wake=self._socket.wake)
             if outputs is not None:
                 self._settle(outputs)
             if not self._core.has_work:
@@ -141,6 +148,8 @@ class EngineProcess:
     def _receive(self) -> None:
         """Take what clients sent. Idle, wait for it, then up to the batch window for more."""
         was_idle = not self._core.has_work
+        if was_idle:
+            self._core.wait_idle(self._socket.wake)
         self._take(self._socket.receive(None if was_idle else 0))
         if not (was_idle and self._batch_window and self._core.has_work):
             return
@@ -218,7 +227,7 @@ class EngineProcess:
         self._core.check_integrity()
 
 
-def _start_core(config: EngineConfig, socket: EngineSocket) -> EngineCore:
+def _start_core(config: EngineConfig, executor: Executor, socket: EngineSocket) -> EngineCore:
     """Load the model, telling clients how far it is."""
     last = 0.0
 
@@ -229,33 +238,38 @@ def _start_core(config: EngineConfig, socket: EngineSocket) -> EngineCore:
             last = now
             socket.broadcast(EngineProgress(done, total))
 
-    return EngineCore(config, make_executor(config), on_progress=on_progress)
+    return EngineCore(config, executor, on_progress=on_progress)
 
 
-def _follow_parent() -> None:
-    """End with the parent: its end of our standard input closes when it is gone, however it went."""
-
-    def watch() -> None:
-        while sys.stdin.buffer.read(4096):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, name="follow-parent", daemon=True).start()
+MakeExecutor = Callable[[EngineConfig, Path], Executor]
+"""Given the settings and a folder that only this user can open."""
 
 
-def main() -> int:
+def main(make: MakeExecutor = lambda config, folder: make_executor(config, folder=folder)) -> int:
+    """Run an engine process over the executor that `make` gives; its exit status."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
     configure(start.log_level)
     # Ctrl-C in the terminal reaches the whole process group; the parent decides when we end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _follow_parent()
+    folder = Path(start.address.removeprefix("ipc://")).parent
+    executors: list[Executor] = []
+
+    def on_lost() -> None:
+        """The parent is gone: take along what it would have ended and removed."""
+        for executor in executors:
+            if isinstance(executor, WaitingExecutor):
+                executor.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    follow_parent(on_lost)
     socket = EngineSocket(start.address)
     socket.receive(None)  # Hello
     try:
-        core = _start_core(start.config, socket)
+        executor = make(start.config, folder)
+        executors.append(executor)
+        core = _start_core(start.config, executor, socket)
         socket.broadcast(EngineReady(core.info))
         EngineProcess(core, socket, batch_window=start.config.scheduler.batch_window_ms / 1000).run()
-        core.shutdown()
     except MillstreamError as e:
         socket.broadcast(EngineFailed(type(e).__name__, str(e)))
         return 1
@@ -264,6 +278,8 @@ def main() -> int:
         socket.broadcast(EngineFailed(type(e).__name__, str(e)))
         return 1
     finally:
+        for executor in executors:
+            executor.shutdown()
         socket.close()
     return 0
 

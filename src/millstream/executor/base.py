@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import zmq
 
 from millstream.config import EngineConfig
 from millstream.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
@@ -16,6 +19,9 @@ from millstream.parallel.context import let_openmp_sleep
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes of weights loaded so far, and all bytes."""
+
+Wake = zmq.Socket[bytes]
+"""A socket to wake up for."""
 
 
 class Executor(Protocol):
@@ -36,8 +42,28 @@ class Executor(Protocol):
         ...
 
 
-def make_executor(config: EngineConfig) -> Executor:
-    """The executor that the settings ask for. The only place where the engine reaches torch, and not before it must."""
+@runtime_checkable
+class WaitingExecutor(Executor, Protocol):
+    """An Executor whose results come from other processes."""
+
+    def wait(self, wake: Wake | None = None) -> None:
+        """Wait until a step has landed, or `wake` can be read. Raises EngineDeadError where a worker is gone."""
+        ...
+
+    def kill(self) -> None:
+        """End the workers at once, from any thread: this process is about to end."""
+        ...
+
+
+def make_executor(config: EngineConfig, *, folder: Path | None = None) -> Executor:
+    """The executor that the settings ask for; `folder` (0700) is for its sockets, by default one of its own.
+
+    The only place where the engine reaches torch, and not before it must.
+    """
+    if config.parallel.pipeline_parallel_size > 1:
+        from millstream.executor.multiproc import MultiprocExecutor
+
+        return MultiprocExecutor(config, folder=folder)
     let_openmp_sleep()
     from millstream.executor.uniproc import UniprocExecutor
 

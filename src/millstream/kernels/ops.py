@@ -133,9 +133,9 @@ def make_ops(
     name: str,
     *,
     dtype: str,
-    threads: int,
-    head_dim: int,
-    block_size: int,
+    threads: int | None = None,
+    head_dim: int = 64,
+    block_size: int = 32,
     quantization: str | None = None,
 ) -> Ops:
     """The operations called `name` for tensors of `dtype` ("float32", "bfloat16", "float16").

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+DEFAULT_HEAD_COST = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +31,34 @@ def whole_model(num_layers: int) -> Stage:
     return split_layers(num_layers, 1)[0]
 
 
-def split_layers(num_layers: int, num_stages: int) -> list[Stage]:
-    """Cut `num_layers` into `num_stages` stages that differ by at most one layer.
+def split_layers(num_layers: int, num_stages: int, *, head_cost: float = DEFAULT_HEAD_COST) -> list[Stage]:
+    """Cut `num_layers` into stages such that the slowest takes the least time; see `balanced_sizes`."""
+    return stages_of(balanced_sizes(num_layers, num_stages, head_cost=head_cost))
 
-    Later stages get the extra layers, but for the last, which has the head to compute as well.
+
+def balanced_sizes(num_layers: int, num_stages: int, *, head_cost: float = DEFAULT_HEAD_COST) -> list[int]:
+    """Layers of each stage such that the slowest takes the least time. Later stages get the extra layers.
+
+    All layers take the same time; the last stage also computes the head, which takes `head_cost` times a layer's.
     Raises ValueError when there are fewer layers than stages.
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(f"{num_layers} layers can't be cut into {num_stages} stages")
-    base, extra = divmod(num_layers, num_stages)
-    sizes = [base] * num_stages
-    for i in range(extra):
-        sizes[num_stages - 2 - i] += 1
+    num_others = num_stages - 1
+    if num_others == 0:
+        return [num_layers]
+
+    def slowest(last: int) -> float:
+        return max(last + head_cost, -(-(num_layers - last) // num_others))
+
+    # among equals the largest last stage: the others, which are more, have less to do
+    last = min(range(num_layers - num_others, 0, -1), key=slowest)
+    base, extra = divmod(num_layers - last, num_others)
+    return [base] * (num_others - extra) + [base + 1] * extra + [last]
+
+
+def stages_of(sizes: Sequence[int]) -> list[Stage]:
+    """The stages that hold so many layers, first to last."""
     stages, first = [], 0
     for rank, size in enumerate(sizes):
         stages.append(
@@ -47,7 +66,7 @@ def split_layers(num_layers: int, num_stages: int) -> list[Stage]:
                 first_layer=first,
                 last_layer=first + size - 1,
                 is_first=rank == 0,
-                is_last=rank == num_stages - 1,
+                is_last=rank == len(sizes) - 1,
             )
         )
         first += size

@@ -15,14 +15,15 @@ from collections.abc import Iterable, Sequence
 
 
 class Block:
-    """A block's number, how many requests use it, and the hash of the prefix that ends with it, if published."""
+    """A block's number, how many requests use it, the hash of the prefix that ends with it, if published, its fence."""
 
-    __slots__ = ("block_hash", "block_id", "num_users")
+    __slots__ = ("block_hash", "block_id", "fence", "num_users")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.num_users = 0
         self.block_hash: bytes | None = None
+        self.fence = -1  # the last step, of those known when it was given back, that may touch it
 
 
 class BlockPool:
@@ -35,6 +36,7 @@ class BlockPool:
         self._by_hash: dict[bytes, Block] = {}
         self._fenced: deque[tuple[int, list[Block]]] = deque()
         self._num_fenced = 0
+        self._last_landed = -1
 
     @property
     def num_free(self) -> int:
@@ -93,17 +95,21 @@ class BlockPool:
             if block.num_users == 0:
                 unused.append(block)
         if fence is None:
-            self._make_free(unused)
+            # a fence may stand from an earlier user: then `land` makes it free
+            self._make_free([b for b in unused if b.fence <= self._last_landed])
         elif unused:
+            for block in unused:
+                block.fence = fence
             self._fenced.append((fence, unused))
             self._num_fenced += len(unused)
 
     def land(self, step_id: int) -> None:
         """Steps up to `step_id` are done: lift their fences."""
+        self._last_landed = step_id
         while self._fenced and self._fenced[0][0] <= step_id:
             _, blocks = self._fenced.popleft()
             self._num_fenced -= len(blocks)
-            self._make_free([b for b in blocks if b.num_users == 0 and b.block_id not in self._free])
+            self._make_free([b for b in blocks if b.num_users == 0 and b.fence <= step_id])
 
     def check_integrity(self) -> None:
         """Assert what must hold when no request is open: every block is free, every hash leads to its block."""

@@ -32,6 +32,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
         self._tables: dict[str, _Table] = {}
+        self._refused: dict[str, _Table] = {}
 
     @property
     def usage(self) -> float:
@@ -51,12 +52,14 @@ class KVCacheManager:
         Returns the block ids, or None, with nothing changed, where that would leave fewer than `reserve` blocks free.
         """
         assert request.request_id not in self._tables, f"{request.request_id} has blocks already"
-        table = _Table()
+        # what an attempt without room has hashed is kept for the next one
+        table = self._refused.pop(request.request_id, None) or _Table()
         prefix = self._match_prefix(request, table)
         num_new = self.num_blocks_for(request.num_tokens) - len(prefix)
         # blocks of the prefix that are free now are taken out of the free list too
         num_taken = num_new + sum(b.num_users == 0 for b in prefix)
         if num_taken + reserve > self.pool.num_free:
+            self._refused[request.request_id] = table
             return None
         self.pool.touch(prefix)
         table.blocks = prefix + self.pool.take(num_new)
@@ -68,9 +71,9 @@ class KVCacheManager:
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Make room for the request's first `num_tokens` tokens; the ids of the blocks added, or None if it fails."""
         blocks = self._tables[request.request_id].blocks
-        num_new = self.num_blocks_for(num_tokens) - len(blocks)
-        if num_new <= 0:
+        if num_tokens <= len(blocks) * self.block_size:
             return []
+        num_new = self.num_blocks_for(num_tokens) - len(blocks)
         if num_new > self.pool.num_free:
             return None
         added = self.pool.take(num_new)
@@ -87,19 +90,23 @@ class KVCacheManager:
             return
         table = self._tables[request.request_id]
         num_full = num_tokens // self.block_size
+        if num_full <= table.num_published:
+            return
         self._extend_hashes(request, table, num_full)
         for i in range(table.num_published, num_full):
             self.pool.publish(table.blocks[i], table.hashes[i])
-        table.num_published = max(table.num_published, num_full)
+        table.num_published = num_full
 
     def free(self, request: Request, *, fence: int | None = None) -> None:
-        """Give back all blocks of the request, once step `fence` has landed."""
+        """Give back all blocks of the request, if it has any, once step `fence` has landed."""
+        self._refused.pop(request.request_id, None)
         table = self._tables.pop(request.request_id, None)
         if table is not None:
             self.pool.release(table.blocks[::-1], fence=fence)
 
     def check_integrity(self) -> None:
-        assert not self._tables, f"requests with blocks though none is open: {list(self._tables)[:5]}"
+        left = [*self._tables, *self._refused]
+        assert not left, f"requests with blocks though none is open: {left[:5]}"
         self.pool.check_integrity()
 
     def _match_prefix(self, request: Request, table: _Table) -> list[Block]:

@@ -7,47 +7,90 @@ in flight between the two. The scheduler holds no tensors and knows no device.
 
 from __future__ import annotations
 
+import heapq
+import operator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from millstream.errors import ContextLengthError
 from millstream.messages import EngineOutputs, ModelRunnerOutput, NewRequest, SchedulerOutput, SchedulerStats
 from millstream.request import FinishReason, Request, RequestStatus
+from millstream.sched.backlog import Backlog
+from millstream.sched.cost_model import CostModel, StepLoad
 from millstream.sched.kv_cache_manager import KVCacheManager
-from millstream.sched.policy import split_budget
-from millstream.sched.request_queue import RequestQueue
+from millstream.sched.policy import FIRST_SHARE, ChunkPolicy, FixedPolicy, StepBudget
+from millstream.sched.request_queue import Overtaking, RequestQueue, WaitingQueue, rank, size
 
 
-class _Row(NamedTuple):
-    """One request's part of a step in flight; `epoch` tells whether it was preempted since."""
-
-    request: Request
-    num_tokens: int
-    epoch: int
-    is_sampled: bool
-
-
-@dataclass
+@dataclass(slots=True)
 class _Batch:
-    """A step being put together."""
+    """A step being put together, then in flight: columns, one row for each request."""
 
-    output: SchedulerOutput
-    budget: int
-    rows: list[_Row] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    new_block_ids: list[list[int]] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    """Tell, when the step lands, which requests were preempted since."""
+    is_sampled: list[bool] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    load: StepLoad = field(default_factory=StepLoad)
+    chunk_rows: dict[str, int] = field(default_factory=dict)
+    """Which row is whose, of prompts: one may get a second share."""
+    predicted_seconds: float = 0.0
+
+    def add(self, request: Request, start: int, count: int, new_block_ids: list[int]) -> None:
+        self.requests.append(request)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.new_block_ids.append(new_block_ids)
+        self.epochs.append(request.num_preemptions)
+        request.num_in_flight_tokens += count
+
+    def add_chunk(self, request: Request, count: int) -> None:
+        """The next `count` tokens of a prompt, in a row of their own or after those that it has in the step."""
+        start = request.num_scheduled_until
+        self.load.add_chunk(start, count)
+        row = self.chunk_rows.setdefault(request.request_id, len(self.requests))
+        if row == len(self.requests):
+            self.add(request, start, count, [])
+        else:
+            self.counts[row] += count
+            request.num_in_flight_tokens += count
 
 
 class Scheduler:
-    """Owns every open request, from `add` until `update` or `abort` finishes it."""
+    """Owns every open request, from `add` until `update` or `abort` finishes it.
 
-    def __init__(self, *, kv_cache: KVCacheManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    `policy` says how much a step computes (default: as many tokens as fit). `cost_model` learns from the slowest stage
+    of each step, and is the one that the policy looks at, if it looks at any. Without `chunk_pipelining` a request's
+    next chunk waits until the one before has landed.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv_cache: KVCacheManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: ChunkPolicy | None = None,
+        cost_model: CostModel | None = None,
+        chunk_pipelining: bool = True,
+    ) -> None:
         self.kv_cache = kv_cache
         self.max_num_batched_tokens = max_num_batched_tokens
         # each running request may want a token in the same step
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
+        self.policy = policy or FixedPolicy(max_num_batched_tokens)
+        self.cost_model = cost_model or CostModel()
+        self.chunk_pipelining = chunk_pipelining
         self.requests: dict[str, Request] = {}
-        self._waiting = RequestQueue()
+        self.backlog = Backlog()
+        self.predicted_seconds = 0.0
+        """What the step that `update` settled last was expected to take on its slowest stage."""
+        self._waiting = WaitingQueue()
         self._running = RequestQueue()
-        self._in_flight: dict[int, list[_Row]] = {}
+        self._overtaking = Overtaking()
+        self._in_flight: dict[int, _Batch] = {}
         self._forget_ids: list[str] = []
         self._next_step_id = 0
         self._stats = SchedulerStats()
@@ -76,6 +119,7 @@ class Scheduler:
             )
         self.requests[request.request_id] = request
         self._waiting.add(request)
+        self.backlog.put(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request now, wherever it is; whether it was still open."""
@@ -87,34 +131,39 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to compute."""
-        output = SchedulerOutput(self._next_step_id, [], [], [], [], [], [], [])
-        batch = _Batch(output, self.max_num_batched_tokens)
+        batch = _Batch()
         num_preempted = self._stats.num_preemptions
-        self._schedule_running(batch)
-        # what was preempted for want of blocks must not be readmitted on the blocks it gave up
+        decodes, prompts, num_decoding = self._ready()
+        num_in_flight = len(self._in_flight)
+        max_decodes = self.policy.max_decodes(num_decoding, num_ready=len(decodes), num_in_flight=num_in_flight)
+        self._schedule_decodes(batch, decodes, max_decodes)
+        budget = self.policy.open_step(batch.load, backlog=self.backlog.load, num_decoding=num_decoding)
         if self._stats.num_preemptions == num_preempted:
-            self._schedule_waiting(batch)
-        if not batch.rows:
-            return None
-        output.forget_ids, self._forget_ids = self._forget_ids, []
-        self._in_flight[output.step_id] = batch.rows
-        self._next_step_id += 1
-        return output
+            self._schedule_prompts(batch, prompts, budget, may_admit=True)
+        else:
+            # what was preempted for want of blocks must not be readmitted on the blocks it gave up
+            prompts = [r for r in prompts if r.status is RequestStatus.RUNNING]
+            self._schedule_prompts(batch, prompts, budget, may_admit=False)
+        return self._seal(batch) if batch.requests else None
 
     def update(self, result: ModelRunnerOutput) -> EngineOutputs:
         """Settle a step: what it brought, for every request with news."""
-        rows = self._in_flight.pop(result.step_id)
+        batch = self._in_flight.pop(result.step_id)
+        self.predicted_seconds = batch.predicted_seconds
+        if result.stage_seconds:
+            self.cost_model.observe(batch.load, max(result.stage_seconds))
         new_tokens = dict(zip(result.request_ids, result.new_token_ids, strict=True))
         news = EngineOutputs([], [], [], [], [], logprobs={}, prompt_logprobs=result.prompt_logprobs)
         self.kv_cache.pool.land(result.step_id)
-        for row in rows:
-            request = row.request
-            if request.is_finished or request.num_preemptions != row.epoch:
+        self._stats.num_step_requests = len(batch.requests)
+        rows = zip(batch.requests, batch.counts, batch.epochs, batch.is_sampled, strict=True)
+        for request, count, epoch, is_sampled in rows:
+            if request.is_finished or request.num_preemptions != epoch:
                 continue  # aborted or preempted while in flight: what landed is void
-            request.num_in_flight_tokens -= row.num_tokens
-            request.num_computed_tokens += row.num_tokens
-            self._stats.num_step_tokens += row.num_tokens
-            if row.is_sampled:
+            request.num_in_flight_tokens -= count
+            request.num_computed_tokens += count
+            self._stats.num_step_tokens += count
+            if is_sampled:
                 kept = self._take_tokens(request, new_tokens[request.request_id])
                 if request.request_id in result.logprobs:
                     news.logprobs[request.request_id] = result.logprobs[request.request_id][: len(kept)]
@@ -127,7 +176,6 @@ class Scheduler:
             news.finish_reasons.append(request.finish_reason)
             news.stop_reasons.append(request.stop_reason)
             news.num_cached_tokens.append(request.num_cached_tokens)
-        self._stats.num_step_requests = len(rows)
         news.stats = self.take_stats()
         return news
 
@@ -146,18 +194,39 @@ class Scheduler:
 
     # -- running requests ---------------------------------------------------------------------------------------
 
-    def _schedule_running(self, batch: _Batch) -> None:
-        ready = [r for r in self._running if r.num_new_tokens > 0]
-        shares = split_budget([r.num_new_tokens for r in ready], batch.budget)
+    def _ready(self) -> tuple[list[Request], list[Request], int]:
+        """Running requests that want one token, and more, both by rank; how many have begun to answer in all."""
+        decodes: list[Request] = []
+        prompts: list[Request] = []
+        num_decoding = 0
+        for request in self._running:
+            # request.num_new_tokens, without the calls: this runs over all that are running, every step
+            num_tokens = len(request.token_ids)
+            num_new = num_tokens - request.num_computed_tokens - request.num_in_flight_tokens
+            num_decoding += num_tokens > request.num_prompt_tokens
+            if num_new > 0 and (self.chunk_pipelining or request.num_in_flight_tokens == 0):
+                (decodes if num_new == 1 else prompts).append(request)
+        return decodes, prompts, num_decoding
+
+    def _schedule_decodes(self, batch: _Batch, decodes: list[Request], count: int) -> None:
+        block_size = self.kv_cache.block_size
+        no_blocks: list[int] = []
         # in the order of rank: whoever is preempted for a request's sake comes after it, so is not in the batch yet
-        for request, share in zip(ready, shares, strict=True):
-            if share == 0 or request.status is not RequestStatus.RUNNING:
+        for request in decodes:
+            if len(batch.requests) == count:
+                break
+            if request.status is not RequestStatus.RUNNING:
                 continue
-            block_ids = self._grow_or_preempt(request, request.num_scheduled_until + share)
+            start = request.num_computed_tokens + request.num_in_flight_tokens
+            # otherwise the token goes into the block of the one before
+            block_ids = no_blocks if start % block_size else self._grow_or_preempt(request, start + 1)
             if block_ids is None:
                 continue
-            self._put(batch, request, share)
-            batch.output.new_block_ids.append(block_ids)
+            batch.add(request, start, 1, block_ids)
+            batch.load.decode_context += start + 1
+            if (start + 1) % block_size == 0:
+                self.kv_cache.publish(request, start + 1)
+        batch.load.num_decodes = len(batch.requests)
 
     def _grow_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for the request, taken from the last in rank where none are free; None: not this step."""
@@ -179,36 +248,75 @@ class Scheduler:
         request.num_computed_tokens = request.num_in_flight_tokens = 0
         request.status = RequestStatus.PREEMPTED
         self._waiting.add(request)
+        self.backlog.put(request)
         self._stats.num_preemptions += 1
 
-    # -- waiting requests ---------------------------------------------------------------------------------------
+    # -- prompts, running and waiting ---------------------------------------------------------------------------
 
-    def _schedule_waiting(self, batch: _Batch) -> None:
-        while self._waiting and batch.budget > 0 and len(self._running) < self.max_num_running:
-            request = self._waiting.first()
-            # each running request may need a block soon: admitting into the last ones would only preempt again
-            block_ids = self.kv_cache.admit(request, reserve=len(self._running))
-            if block_ids is None and not self._running:
-                block_ids = self.kv_cache.admit(request)
-            if block_ids is None:
-                return
-            self._waiting.remove(request)
-            self._running.add(request)
-            self._count_prefix(request)
-            request.status = RequestStatus.RUNNING
-            batch.output.new_requests.append(
-                NewRequest(
-                    request_id=request.request_id,
-                    token_ids=request.token_ids.copy(),
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    sampling_params=request.sampling_params,
-                    stop_token_ids=sorted(request.stop_token_ids),
-                    block_ids=block_ids,
-                    num_computed_tokens=request.num_computed_tokens,
-                )
+    def _schedule_prompts(self, batch: _Batch, prompts: list[Request], budget: StepBudget, *, may_admit: bool) -> None:
+        """Offer the budget first to the first in rank, up to its share, then to all, shortest first; see policy.py."""
+        if not budget.has_room(0):
+            return
+        head = self._waiting.first() if may_admit else None
+        if head is not None and (not prompts or rank(head) < rank(prompts[0])):
+            if self._admit(batch, head):
+                prompts = [head, *prompts]
+            elif len(self._running) < self.max_num_running:
+                self._overtaking.block(head, self.kv_cache.num_blocks_for(head.num_tokens))
+        shorter: list[Request] = []
+        if may_admit and self._waiting:
+            shorter = self._waiting.shortest(self.max_num_running - len(self._running))
+        if prompts and (len(prompts) > 1 or shorter):
+            self._take(batch, prompts[0], budget, share=FIRST_SHARE)
+        for request in heapq.merge(sorted(prompts, key=size), shorter, key=size):
+            if not budget.has_room(0):
+                break
+            if request.status is RequestStatus.RUNNING:
+                if request.num_new_tokens > 0 and budget.has_room(request.num_scheduled_until):
+                    self._take(batch, request, budget)
+            elif may_admit:
+                # where one finds no room, those behind it, longer or less urgent, are not asked
+                may_admit = self._may_overtake(request) and self._admit(batch, request)
+                if may_admit:
+                    self._take(batch, request, budget)
+
+    def _take(self, batch: _Batch, request: Request, budget: StepBudget, *, share: float = 1.0) -> None:
+        """Make a chunk of the request part of the step, as the budget allows."""
+        start, wanted = request.num_scheduled_until, request.num_new_tokens
+        batch.add_chunk(request, budget.grant(wanted=wanted, start=start, share=share))
+        self.kv_cache.publish(request, request.num_scheduled_until)
+
+    def _may_overtake(self, request: Request) -> bool:
+        return self._overtaking.may_take(self.kv_cache.num_blocks_for(request.num_tokens))
+
+    def _admit(self, batch: _Batch, request: Request) -> bool:
+        """Give a waiting request a slot and blocks for all its known tokens, if there are."""
+        if len(self._running) >= self.max_num_running:
+            return False
+        # each running request may need a block soon: admitting into the last ones would only preempt again
+        block_ids = self.kv_cache.admit(request, reserve=len(self._running))
+        if block_ids is None and not self._running:
+            block_ids = self.kv_cache.admit(request)
+        if block_ids is None:
+            return False
+        self._overtaking.admit(request, len(block_ids))
+        self._waiting.remove(request)
+        self._running.add(request)
+        self.backlog.put(request)
+        self._count_prefix(request)
+        request.status = RequestStatus.RUNNING
+        batch.new_requests.append(
+            NewRequest(
+                request_id=request.request_id,
+                token_ids=request.token_ids.copy(),
+                num_prompt_tokens=request.num_prompt_tokens,
+                sampling_params=request.sampling_params,
+                stop_token_ids=sorted(request.stop_token_ids),
+                block_ids=block_ids,
+                num_computed_tokens=request.num_computed_tokens,
             )
-            self._put(batch, request, min(request.num_new_tokens, batch.budget))
-            batch.output.new_block_ids.append([])
+        )
+        return True
 
     def _count_prefix(self, request: Request) -> None:
         if request.num_preemptions == 0:
@@ -219,18 +327,30 @@ class Scheduler:
 
     # -- both ---------------------------------------------------------------------------------------------------
 
-    def _put(self, batch: _Batch, request: Request, share: int) -> None:
-        """Make `share` tokens of the request part of the step. Its column of new blocks is left to the caller."""
-        output = batch.output
-        is_sampled = share == request.num_new_tokens
-        output.request_ids.append(request.request_id)
-        output.num_computed_tokens.append(request.num_scheduled_until)
-        output.num_scheduled_tokens.append(share)
-        output.is_sampled.append(is_sampled)
-        batch.rows.append(_Row(request, share, request.num_preemptions, is_sampled))
-        batch.budget -= share
-        request.num_in_flight_tokens += share
-        self.kv_cache.publish(request, request.num_scheduled_until)
+    def _seal(self, batch: _Batch) -> SchedulerOutput:
+        """The step is complete: give it a number and write it down in columns."""
+        ends = map(operator.add, batch.starts, batch.counts)
+        num_left = [len(r.token_ids) - end for r, end in zip(batch.requests, ends, strict=True)]
+        batch.is_sampled = [left == 0 for left in num_left]
+        for row in batch.chunk_rows.values():
+            # a single token left is for the next step to take as a decode
+            if num_left[row] <= 1:
+                self.backlog.discard(batch.requests[row])
+        batch.predicted_seconds = self.cost_model.predict(batch.load)
+        output = SchedulerOutput(
+            step_id=self._next_step_id,
+            forget_ids=self._forget_ids,
+            new_requests=batch.new_requests,
+            request_ids=[r.request_id for r in batch.requests],
+            num_computed_tokens=batch.starts,
+            num_scheduled_tokens=batch.counts,
+            new_block_ids=batch.new_block_ids,
+            is_sampled=batch.is_sampled,
+        )
+        self._forget_ids = []
+        self._in_flight[output.step_id] = batch
+        self._next_step_id += 1
+        return output
 
     def _take_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append sampled tokens up to a stop; those that count."""
@@ -246,10 +366,11 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-            self.kv_cache.free(request, fence=self._fence(request))
             self._forget_ids.append(request.request_id)
         else:
             self._waiting.remove(request)
+        self.kv_cache.free(request, fence=self._fence(request))
+        self.backlog.discard(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self.requests[request.request_id]

@@ -66,6 +66,10 @@ class InputBatch:
     def state(self, request_id: str) -> SlotState:
         return self._states[request_id]
 
+    def is_current(self, request_id: str, state: SlotState) -> bool:
+        """Whether `state` is still what is kept of this request: it was not forgotten since."""
+        return self._states.get(request_id) is state
+
     def token_ids(self, state: SlotState) -> IntArray:
         """All known tokens of a request: a view, valid until the next one is appended."""
         return self.token_ids_CL[state.slot, : state.num_tokens]

@@ -23,6 +23,11 @@ class KVCachePlan:
     num_bytes: int
     max_model_len: int
 
+    def resized(self, num_blocks: int, max_model_len: int) -> KVCachePlan:
+        """The same with other numbers: those that all stages have agreed on."""
+        num_bytes = self.num_bytes // self.num_blocks * num_blocks
+        return KVCachePlan(num_blocks, self.block_size, num_bytes, max_model_len)
+
 
 def available_memory() -> int:
     """Bytes that a new process may use without swapping: what the kernel says, or the control group's rest."""

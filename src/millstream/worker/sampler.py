@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from millstream.kernels.native import NativeOps
 from millstream.kernels.random import uniform
 from millstream.messages import TokenLogprobs
 from millstream.request import SamplingParams
@@ -56,11 +58,18 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
 
 
-class Sampler:
-    """Chooses tokens. Holds no state between calls."""
+class Draw(Protocol):
+    """Chooses among tokens, for many rows at once; a row's choice depends on that row alone."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __call__(self, logits_RV: Tensor, rows: Sequence[SamplingRow], numbers: Sequence[float]) -> list[int]: ...
+
+
+class Sampler:
+    """Chooses tokens. Holds no state between calls. `draw` (default: numpy's) does it for rows that are not greedy."""
+
+    def __init__(self, vocab_size: int, *, draw: Draw | None = None) -> None:
         self._vocab_size = vocab_size
+        self._draw = draw or draw_in_numpy
 
     def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         """One token for each row. `logits_RV` is float32 and may be changed.
@@ -72,15 +81,22 @@ class Sampler:
         if not rows:
             return []
         logits = _on_host(logits_RV)
-        best_ids = logits.argmax(axis=1)
+        best_ids = logits.argmax(axis=1).tolist()
         # argmax stops at a NaN, so a finite maximum says that the row has neither NaN nor +inf
         is_sound = np.isfinite(logits[np.arange(len(rows)), best_ids])
         # absurd logits or penalties may overflow: the results are repaired, a warning helps nobody
         with np.errstate(all="ignore"):
-            return [
-                self._sample_row(logits[r], row, best_id=int(best_ids[r]), is_sound=bool(is_sound[r]))
-                for r, row in enumerate(rows)
+            prepared = [
+                _prepare(logits[r], row, best_id=best_ids[r], is_sound=bool(is_sound[r])) for r, row in enumerate(rows)
             ]
+            chosen = [p.token_id for p in prepared]
+            drawn = [r for r, p in enumerate(prepared) if p.token_id is None]
+            if drawn:
+                numbers = [uniform(_seed_of(rows[r]), len(rows[r].token_ids)) for r in drawn]
+                picked_RV = torch.from_numpy(logits if len(drawn) == len(rows) else logits[drawn])
+                for r, token_id in zip(drawn, self._draw(picked_RV, [rows[r] for r in drawn], numbers), strict=True):
+                    chosen[r] = token_id
+            return [_sampled(token_id, p.raw_V, row) for token_id, p, row in zip(chosen, prepared, rows, strict=True)]
 
     def prompt_logprobs(self, logits_TV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of `token_ids` (T of them), each under its row of logits, and of the likeliest tokens.
@@ -96,42 +112,82 @@ class Sampler:
                 found.append(sampling_math.token_logprobs(logits_V, token_id, num_top=num_top))
         return found
 
-    def _sample_row(self, logits_V: sampling_math.Floats, row: SamplingRow, *, best_id: int, is_sound: bool) -> Sampled:
-        params = row.params
-        if not is_sound:
-            sampling_math.repair(logits_V)
-            best_id = int(logits_V.argmax())
-        has_edits = sampling_math.has_edits(params, row.num_output_tokens)
-        if row.is_plain:
-            return Sampled(best_id)
 
-        # the model's own distribution, so before the edits, for the token chosen after them
-        raw_V = logits_V.copy() if has_edits and params.logprobs is not None else logits_V
-        if has_edits:
-            sampling_math.edit_logits(
-                logits_V,
-                params=params,
-                token_ids=row.token_ids,
-                num_prompt_tokens=row.num_prompt_tokens,
-                stop_token_ids=row.stop_token_ids,
-            )
-        token_id = self._choose(logits_V, row, best_id=best_id)
-        if params.logprobs is None:
-            return Sampled(token_id)
-        return Sampled(token_id, sampling_math.token_logprobs(raw_V, token_id, num_top=params.logprobs))
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A row whose edits are done: its token, or None where it is to be drawn."""
 
-    def _choose(self, logits_V: sampling_math.Floats, row: SamplingRow, *, best_id: int) -> int:
+    token_id: int | None
+    raw_V: sampling_math.Floats
+    """The model's own logits."""
+
+
+def _prepare(logits_V: sampling_math.Floats, row: SamplingRow, *, best_id: int, is_sound: bool) -> _Prepared:
+    params = row.params
+    if not is_sound:
+        sampling_math.repair(logits_V)
+        best_id = int(logits_V.argmax())
+    if not sampling_math.has_edits(params, row.num_output_tokens):
+        is_settled = params.is_greedy or logits_V[best_id] == -np.inf
+        return _Prepared(best_id if is_settled else None, logits_V)
+
+    # log-probabilities are the model's, so from before the edits, for the token chosen after them
+    raw_V = logits_V.copy() if params.logprobs is not None else logits_V
+    sampling_math.edit_logits(
+        logits_V,
+        params=params,
+        token_ids=row.token_ids,
+        num_prompt_tokens=row.num_prompt_tokens,
+        stop_token_ids=row.stop_token_ids,
+    )
+    token_id = int(logits_V.argmax())
+    if not np.isfinite(logits_V[token_id]):
+        sampling_math.repair(logits_V)
         token_id = int(logits_V.argmax())
-        if not np.isfinite(logits_V[token_id]):
-            sampling_math.repair(logits_V)
-            token_id = int(logits_V.argmax())
-            if logits_V[token_id] == -np.inf:
-                return best_id
-        if row.params.is_greedy:
-            return token_id
-        seed = row.params.seed
-        assert seed is not None, "a request that is not greedy reaches the sampler with its seed set"
-        return sampling_math.draw(logits_V, params=row.params, number=uniform(seed, len(row.token_ids)))
+        if logits_V[token_id] == -np.inf:
+            return _Prepared(best_id, raw_V)
+    return _Prepared(token_id if params.is_greedy else None, raw_V)
+
+
+def _sampled(token_id: int | None, raw_V: sampling_math.Floats, row: SamplingRow) -> Sampled:
+    assert token_id is not None, "a row was neither settled nor drawn"
+    if row.params.logprobs is None:
+        return Sampled(token_id)
+    return Sampled(token_id, sampling_math.token_logprobs(raw_V, token_id, num_top=row.params.logprobs))
+
+
+def _seed_of(row: SamplingRow) -> int:
+    assert row.params.seed is not None, "a request that is not greedy reaches the sampler with its seed set"
+    return row.params.seed
+
+
+def draw_in_numpy(logits_RV: Tensor, rows: Sequence[SamplingRow], numbers: Sequence[float]) -> list[int]:
+    """Row by row: the reference."""
+    logits = _on_host(logits_RV)
+    return [
+        sampling_math.draw(logits[r], params=row.params, number=number)
+        for r, (row, number) in enumerate(zip(rows, numbers, strict=True))
+    ]
+
+
+class NativeDraw:
+    """All rows in one native call."""
+
+    def __init__(self, ops: NativeOps) -> None:
+        self._runtime = ops.runtime
+
+    def __call__(self, logits_RV: Tensor, rows: Sequence[SamplingRow], numbers: Sequence[float]) -> list[int]:
+        from millstream.kernels import native_sampling
+
+        return native_sampling.draw(
+            self._runtime,
+            logits_RV,
+            temperature=[row.params.temperature for row in rows],
+            top_k=[row.params.top_k for row in rows],
+            top_p=[row.params.top_p for row in rows],
+            min_p=[row.params.min_p for row in rows],
+            number=numbers,
+        )
 
 
 def _on_host(logits: Tensor) -> sampling_math.Floats:

@@ -3,6 +3,8 @@
 The same verbs, two ways. A plan (`kernels/native_plan.py`) is the list of native operations that the model's own code
 has written down; replaying it is one native call, whatever the step's rows. CUDA graphs have their place here too.
 
+A graph is of one stage: the first takes token ids, the others hidden states; only the last has logits.
+
 T tokens of the step, S rows whose logits are wanted, D model width, V vocabulary.
 """
 
@@ -23,8 +25,8 @@ from millstream.models.decoder import Decoder
 class StepGraph(Protocol):
     """Runs the model's parts. What a method returns is valid until it is called again."""
 
-    def forward(self, token_ids_T: Tensor, tables: StepTables) -> Tensor:
-        """Hidden states (T, D)."""
+    def forward(self, rows: Tensor, tables: StepTables) -> Tensor:
+        """Hidden states (T, D) from token ids (T,) or hidden states (T, D), whose memory may be used."""
         ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
@@ -43,8 +45,8 @@ class EagerGraph:
         self._model = model
         self._kv_caches = kv_caches
 
-    def forward(self, token_ids_T: Tensor, tables: StepTables) -> Tensor:
-        return self._model.forward(token_ids_T, ForwardContext(tables=tables, kv_caches=self._kv_caches))
+    def forward(self, rows: Tensor, tables: StepTables) -> Tensor:
+        return self._model.forward(rows, ForwardContext(tables=tables, kv_caches=self._kv_caches))
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         return self._model.logits(hidden_SD)
@@ -64,16 +66,24 @@ class PlannedGraph:
         from millstream.kernels.native_plan import RECORDING_TABLES, record
 
         context = ForwardContext(tables=RECORDING_TABLES, kv_caches=kv_caches)
-        self._forward = record(ops, lambda rows: model.forward(rows, context), max_rows=max_tokens)
-        self._head = record(ops, model.logits, max_rows=max_rows, input_width=model.arch.hidden_size)
+        width = model.arch.hidden_size
+        self._forward = record(
+            ops,
+            lambda rows: model.forward(rows, context),
+            max_rows=max_tokens,
+            input_width=None if model.stage.is_first else width,
+        )
+        self._head = record(ops, model.logits, max_rows=max_rows, input_width=width) if model.stage.is_last else None
 
-    def forward(self, token_ids_T: Tensor, tables: StepTables) -> Tensor:
-        return self._forward.run(token_ids_T, tables)
+    def forward(self, rows: Tensor, tables: StepTables) -> Tensor:
+        return self._forward.run(rows, tables)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
+        assert self._head is not None, "only the last stage has logits"
         return self._head.run(hidden_SD)
 
     def argmax(self, hidden_SD: Tensor) -> list[int]:
+        assert self._head is not None, "only the last stage has logits"
         found: list[int] = self._head.run_greedy(hidden_SD).tolist()
         return found
 

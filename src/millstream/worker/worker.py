@@ -11,53 +11,85 @@ import torch
 
 from millstream.config import EngineConfig
 from millstream.hub.files import resolve
+from millstream.kernels.native import NativeOps
 from millstream.kernels.ops import Ops, make_ops
 from millstream.messages import ModelRunnerOutput, NewRequest, SchedulerOutput, WorkerInfo
 from millstream.models.arch import ModelArch
 from millstream.models.load import load_decoder
+from millstream.parallel.context import ParallelContext
 from millstream.request import SamplingParams
 from millstream.worker.input_batch import InputBatch
-from millstream.worker.kv_cache import available_memory, plan_kv_cache
-from millstream.worker.model_runner import PROMPT_LOGPROB_ROWS, ModelRunner
-from millstream.worker.sampler import Sampler
+from millstream.worker.kv_cache import KVCachePlan, available_memory, plan_kv_cache
+from millstream.worker.links import MakeEnds, own_ends
+from millstream.worker.model_runner import ModelRunner
+from millstream.worker.outlet import PROMPT_LOGPROB_ROWS
+from millstream.worker.sampler import NativeDraw, Sampler
+from millstream.worker.stage_cost import stage_bytes
 from millstream.worker.step_graph import make_graph
 
 
 class Worker:
-    """Runs the steps that it is given, in order. The same for one process and for many."""
+    """Runs the steps that it is given, in order. The same for one process and for many.
 
-    def __init__(self, config: EngineConfig) -> None:
+    `context` says which stage it is, `make_ends` what connects it with the others; without them it is the whole model.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, context: ParallelContext | None = None, make_ends: MakeEnds = own_ends
+    ) -> None:
         self._config = config
+        self._context = context or ParallelContext()
+        self._make_ends = make_ends
         self._phases: dict[str, float] = {}
         self._runner: ModelRunner | None = None
 
     def start(self, on_progress: Callable[[int, int], None]) -> WorkerInfo:
         """Load and allocate. Raises ModelError or ConfigError."""
-        config = self._config
-        files = resolve(config.model.model, cache_dir=config.model.cache_dir)
-        arch = ModelArch.from_files(files)
-        dtype = arch.compute_dtype(config.model.dtype)
-        # before the weights are read: what does not fit is told at once
-        plan = plan_kv_cache(
-            config.cache,
+        return self.load(self.plan(), on_progress)
+
+    def plan(self) -> KVCachePlan:
+        """What there is room for, seen before the weights are read: what does not fit is told at once.
+
+        The plan is for the whole model on this host, so that its stages, planning at about the same time, agree but
+        for what the free memory changed meanwhile. Raises ModelError or ConfigError.
+        """
+        arch, dtype = self._read_arch()
+        stages = [
+            ParallelContext(r, self._context.world_size, self._context.layer_split).stage(arch.num_layers)
+            for r in range(self._context.world_size)
+        ]
+        return plan_kv_cache(
+            self._config.cache,
             bytes_per_token=arch.kv_bytes_per_token(dtype),
             model_len=arch.max_position,
-            max_model_len=config.model.max_model_len,
-            available=available_memory() - arch.weight_bytes(dtype),
+            max_model_len=self._config.model.max_model_len,
+            available=available_memory() - sum(stage_bytes(arch, stage, dtype) for stage in stages),
         )
+
+    def load(self, plan: KVCachePlan, on_progress: Callable[[int, int], None]) -> WorkerInfo:
+        """Load this stage's weights and allocate the plan's blocks for its layers. Raises ModelError or ConfigError."""
+        config = self._config
+        arch, dtype = self._read_arch()
+        stage = self._context.stage(arch.num_layers)
         ops = self._make_ops(arch, dtype)
         with self._phase("weights"):
-            model = load_decoder(files, arch, ops, dtype=dtype, max_len=plan.max_model_len, progress=on_progress)
+            model = load_decoder(
+                resolve(config.model.model, cache_dir=config.model.cache_dir),
+                arch,
+                ops,
+                dtype=dtype,
+                stage=stage,
+                max_len=plan.max_model_len,
+                progress=on_progress,
+            )
         with self._phase("KV cache"):
             kv_caches = model.allocate_kv_caches(plan.num_blocks, plan.block_size)
         max_tokens, max_rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
         batch = InputBatch(num_slots=max_rows, max_model_len=plan.max_model_len, block_size=plan.block_size)
-        self._runner = ModelRunner(
-            graph=make_graph(model, ops, kv_caches, max_tokens=max_tokens, max_rows=max(max_rows, PROMPT_LOGPROB_ROWS)),
-            batch=batch,
-            sampler=Sampler(arch.vocab_size),
-            device=torch.device("cpu"),
-        )
+        graph = make_graph(model, ops, kv_caches, max_tokens=max_tokens, max_rows=max(max_rows, PROMPT_LOGPROB_ROWS))
+        sampler = Sampler(arch.vocab_size, draw=NativeDraw(ops) if isinstance(ops, NativeOps) else None)
+        inlet, outlet = self._make_ends(arch, dtype, graph, batch, sampler)
+        self._runner = ModelRunner(graph=graph, batch=batch, inlet=inlet, outlet=outlet, device=torch.device("cpu"))
         with self._phase("warm-up"):
             self._warm_up(batch)
         return WorkerInfo(
@@ -66,20 +98,25 @@ class Worker:
             max_model_len=plan.max_model_len,
             vocab_size=arch.vocab_size,
             eos_token_ids=list(arch.eos_token_ids),
-            weight_bytes=arch.weight_bytes(dtype),
-            kv_cache_bytes=plan.num_bytes,
+            weight_bytes=stage_bytes(arch, stage, dtype),
+            kv_cache_bytes=plan.num_bytes * stage.num_layers // arch.num_layers,
             dtype=dtype,
             phases=self._phases,
         )
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run one step; what it brought, from the last stage, None from the others."""
         assert self._runner is not None, "the worker was not started"
         return self._runner.execute(step)
 
     def shutdown(self) -> None:
         """Give the memory back."""
         self._runner = None
+
+    def _read_arch(self) -> tuple[ModelArch, str]:
+        """The architecture, and the type to compute in."""
+        arch = ModelArch.from_files(resolve(self._config.model.model, cache_dir=self._config.model.cache_dir))
+        return arch, arch.compute_dtype(self._config.model.dtype)
 
     def _make_ops(self, arch: ModelArch, dtype: str) -> Ops:
         threads = self._config.parallel.threads or len(os.sched_getaffinity(0))
@@ -96,7 +133,10 @@ class Worker:
         return ops
 
     def _warm_up(self, batch: InputBatch) -> None:
-        """One token through the model, so that the first request does not pay for what is set up at first use."""
+        """One token through the model, so that the first request does not pay for what is set up at first use.
+
+        Stages warm up together: each takes what the one before it hands on.
+        """
         new = NewRequest("warm-up", [0], 1, SamplingParams(temperature=0), [], [0], 0)
         self.execute(SchedulerOutput(-1, [], [new], ["warm-up"], [0], [1], [[]], [True]))
         batch.forget(["warm-up"])

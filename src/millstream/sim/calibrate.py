@@ -1,0 +1,282 @@
+"""Measures this machine with a real model and writes the hardware profile `this-cpu`.
+
+    steps of chosen shapes on the real worker ─> seconds ─> shares of the best arithmetic and bandwidth that were seen
+    the real engine loop on an instant device ─> seconds of the engine process for each step and each row
+
+The peaks are whatever makes the best share 1, so the figures only mean something together. All of a layer's overhead is
+in the shares: other batch sizes and other layer counts are predicted well, other widths less so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from millstream.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from millstream.engine.core import EngineCore
+from millstream.errors import ConfigError
+from millstream.executor.base import Executor, OnProgress, make_executor
+from millstream.messages import (
+    EngineRequest,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    WorkerInfo,
+    decode_from_engine,
+    encode,
+)
+from millstream.models.arch import ModelArch
+from millstream.request import SamplingParams
+from millstream.sim.cost import CostModel, shape_of
+from millstream.sim.hardware import THIS_CPU, HardwareProfile, calibrated_path
+from millstream.sim.shapes import load_shape
+
+DECODE_ROWS = (1, 2, 4, 8, 16, 32, 64)
+CHUNK_TOKENS = (128, 256, 512)
+LONG_CONTEXT = 1024
+LONG_ROWS = 16
+LONG_CHUNK = 256
+SHORT_CONTEXT = 8
+MIN_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.6, 3, 40
+FRONT_END_US = 3000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A step to be timed: so many rows of so many tokens, each after `context` tokens."""
+
+    num_rows: int
+    num_tokens: int
+    context: int
+
+
+class Prober:
+    """Sends steps of chosen shapes to a real executor."""
+
+    def __init__(self, executor: Executor, info: WorkerInfo) -> None:
+        self._executor = executor
+        self._info = info
+        self._ids = itertools.count()
+
+    def step(self, probe: Probe) -> SchedulerOutput:
+        """A step of new requests whose context counts as computed: what it holds does not change the time."""
+        size = self._info.block_size
+        num_known = probe.context + probe.num_tokens
+        blocks_each = -(-num_known // size)
+        assert probe.num_rows * blocks_each <= self._info.num_blocks, "the probe does not fit into the KV cache"
+        params = SamplingParams(temperature=0)
+        token_ids = [100 + i % 1000 for i in range(num_known)]
+        number = next(self._ids)
+        new = [
+            NewRequest(
+                request_id=f"probe-{number}-{row}",
+                token_ids=token_ids,
+                num_prompt_tokens=num_known,
+                sampling_params=params,
+                stop_token_ids=[],
+                block_ids=list(range(row * blocks_each, (row + 1) * blocks_each)),
+                num_computed_tokens=probe.context,
+            )
+            for row in range(probe.num_rows)
+        ]
+        return SchedulerOutput(
+            step_id=number,
+            forget_ids=[f"probe-{number - 1}-{row}" for row in range(max(DECODE_ROWS))],
+            new_requests=new,
+            request_ids=[n.request_id for n in new],
+            num_computed_tokens=[probe.context] * probe.num_rows,
+            num_scheduled_tokens=[probe.num_tokens] * probe.num_rows,
+            new_block_ids=[[]] * probe.num_rows,
+            is_sampled=[True] * probe.num_rows,
+        )
+
+    def seconds(self, probe: Probe) -> float:
+        """The median time of the step, over at least MIN_REPEATS runs; the first is not counted."""
+        self._executor.submit(self.step(probe)).result()
+        times: list[float] = []
+        while len(times) < MIN_REPEATS or (sum(times) < MIN_SECONDS and len(times) < MAX_REPEATS):
+            step = self.step(probe)
+            started = time.perf_counter()
+            self._executor.submit(step).result()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
+
+
+def fit(
+    arch: ModelArch,
+    dtype: str,
+    make_step: Callable[[Probe], SchedulerOutput],
+    seconds_of: Callable[[Probe], float],
+    *,
+    host: tuple[float, float],
+    description: str,
+    sources: Sequence[str],
+    memory_gib: float,
+) -> HardwareProfile:
+    """The profile with which the cost model gives the measured seconds.
+
+    `host` are the seconds of the engine process for each step and for each row.
+    """
+    decodes = {n: seconds_of(Probe(n, 1, SHORT_CONTEXT)) for n in DECODE_ROWS}
+    chunks = {n: seconds_of(Probe(1, n, 0)) for n in CHUNK_TOKENS}
+    probes = {n: Probe(n, 1, SHORT_CONTEXT) for n in DECODE_ROWS} | {n: Probe(1, n, 0) for n in CHUNK_TOKENS}
+    measured = decodes | chunks
+    ops = 2.0 * arch.num_parameters()
+    # what one row gets of the memory and the longest chunk gets of the arithmetic are the peaks
+    bandwidth = arch.weight_bytes(dtype) / measured[1]
+    peak = max(n * ops / seconds for n, seconds in chunks.items())
+    profile = HardwareProfile(
+        name=THIS_CPU,
+        description=description,
+        sources=list(sources),
+        peak_tflops={dtype: peak / 1e12},
+        memory_gib=memory_gib,
+        memory_share=0.9,
+        bandwidth_gbs=bandwidth / 1e9,
+        link="shared memory",
+        link_gbs=max(bandwidth / 8e9, 1.0),
+        link_latency_us=50.0,
+        linear_compute=[(1.0, 1.0)],
+        linear_bandwidth=[(1.0, 1.0)],
+        attention_compute=1.0,
+        attention_bandwidth=1.0,
+        layer_us=0.0,
+        step_us=0.0,
+        sampled_row_us=0.0,
+        host_step_us=host[0] * 1e6,
+        host_row_us=host[1] * 1e6,
+        return_us=0.0,
+        front_end_us=FRONT_END_US,
+    )
+    profile = _with_attention(arch, dtype, profile, make_step, seconds_of, decodes[LONG_ROWS], chunks[LONG_CHUNK])
+    shares = []
+    for rows, seconds in sorted(measured.items()):
+        whole, attention = _seconds_at_share_one(arch, dtype, profile, make_step(probes[rows]))
+        shares.append((float(rows), (whole - attention) / max(seconds - attention, seconds / 10)))
+    return msgspec.structs.replace(profile, linear_compute=shares, linear_bandwidth=shares)
+
+
+def _seconds_at_share_one(
+    arch: ModelArch, dtype: str, profile: HardwareProfile, step: SchedulerOutput
+) -> tuple[float, float]:
+    """What the step takes with the profile as it is, and how much of that is attention."""
+    cost = CostModel(arch, profile, dtype=dtype, parallel=ParallelConfig())
+    return cost(step).stages[0], arch.num_layers * cost.attention_seconds(shape_of(step))
+
+
+def _with_attention(
+    arch: ModelArch,
+    dtype: str,
+    profile: HardwareProfile,
+    make_step: Callable[[Probe], SchedulerOutput],
+    seconds_of: Callable[[Probe], float],
+    short_decodes: float,
+    short_chunk: float,
+) -> HardwareProfile:
+    """The shares of attention, from what a long context adds to a step."""
+
+    def share(long: Probe, short: Probe, added: float) -> float:
+        long_seconds = _seconds_at_share_one(arch, dtype, profile, make_step(long))[1]
+        short_seconds = _seconds_at_share_one(arch, dtype, profile, make_step(short))[1]
+        # a difference within the noise would make attention free
+        return (long_seconds - short_seconds) / max(added, 1e-6)
+
+    decodes = Probe(LONG_ROWS, 1, LONG_CONTEXT)
+    bandwidth = share(decodes, Probe(LONG_ROWS, 1, SHORT_CONTEXT), seconds_of(decodes) - short_decodes)
+    profile = msgspec.structs.replace(profile, attention_bandwidth=bandwidth)
+    chunk = Probe(1, LONG_CHUNK, LONG_CONTEXT)
+    compute = share(chunk, Probe(1, LONG_CHUNK, 0), seconds_of(chunk) - short_chunk)
+    return msgspec.structs.replace(profile, attention_compute=compute)
+
+
+class _InstantExecutor:
+    """Answers at once, so that all the time there is, is the engine's."""
+
+    depth = 1
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self._info = info
+
+    def start(self, on_progress: OnProgress) -> WorkerInfo:
+        return self._info
+
+    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        future: Future[ModelRunnerOutput] = Future()
+        rows = [r for r, is_sampled in zip(step.request_ids, step.is_sampled, strict=True) if is_sampled]
+        future.set_result(ModelRunnerOutput(step.step_id, rows, [[100]] * len(rows), logprobs={}, prompt_logprobs={}))
+        return future
+
+    def shutdown(self) -> None:
+        """Nothing runs."""
+
+
+def host_seconds(info: WorkerInfo) -> tuple[float, float]:
+    """What the engine loop takes for a step, and for each of its rows: the line through few and many rows."""
+
+    def per_step(num_rows: int, num_steps: int) -> float:
+        core = EngineCore(EngineConfig(scheduler=SchedulerConfig(max_num_seqs=num_rows)), _InstantExecutor(info))
+        params = SamplingParams(max_tokens=num_steps + 8, temperature=0, ignore_eos=True)
+        for i in range(num_rows):
+            core.add(EngineRequest(f"{i}", [100] * 8, params))
+        core.step()
+        started = time.perf_counter()
+        for _ in range(num_steps):
+            outputs = core.step()
+            assert outputs is not None
+            # as the engine process does: what is new goes out as bytes, and is read in the API process
+            decode_from_engine(encode(outputs))
+        return (time.perf_counter() - started) / num_steps
+
+    few, many = 1, 32
+    low, high = per_step(few, 1000), per_step(many, 200)
+    row = max(0.0, (high - low) / (many - few))
+    return max(0.0, low - few * row), row
+
+
+def calibrate(model: str | None, *, cache_dir: str | None, dtype: str, threads: int | None) -> Path:
+    """Measure and write the profile; where it is. Takes less than a minute. Raises ModelError or ConfigError."""
+    config = EngineConfig(
+        model=ModelConfig(model=model or ModelConfig().model, dtype=dtype, cache_dir=cache_dir, max_model_len=2048),
+        cache=CacheConfig(kv_cache_memory=1.0),
+        scheduler=SchedulerConfig(max_num_seqs=2 * max(DECODE_ROWS), max_num_batched_tokens=max(CHUNK_TOKENS)),
+        parallel=ParallelConfig(threads=threads),
+    )
+    arch = load_shape(config.model.model, cache_dir=cache_dir)
+    executor = make_executor(config)
+    try:
+        info = executor.start(lambda done, total: None)
+        prober = Prober(executor, info)
+        profile = fit(
+            arch,
+            info.dtype,
+            prober.step,
+            prober.seconds,
+            host=host_seconds(info),
+            description=f"{_cpu_name()}, measured with {config.model.model} in {info.dtype}",
+            sources=[f"Measured by millstream simulate --calibrate, {threads or 'all'} threads"],
+            memory_gib=(info.weight_bytes + info.kv_cache_bytes) / 2**30 / 0.9 + 4,
+        )
+    finally:
+        executor.shutdown()
+    path = calibrated_path(threads)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2))
+    except OSError as e:
+        raise ConfigError(f"the profile can't be written to {path}: {e.strerror or e}") from e
+    return path
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
