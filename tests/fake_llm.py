@@ -17,7 +17,7 @@ from typing import Any
 
 from millstream.config import ServerConfig
 from millstream.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError
-from millstream.messages import TokenLogprobs, WorkerInfo
+from millstream.messages import PromptProgress, TokenLogprobs, WorkerInfo
 from millstream.request import FinishReason, SamplingParams
 from millstream.server.app import create_app
 from millstream.server.run import serve
@@ -94,6 +94,7 @@ class FakeOutput:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    progress: PromptProgress | None = None
 
 
 @dataclass
@@ -132,6 +133,7 @@ class FakeLLM:
         self.is_ready = True
         self.is_dead = False
         self.is_full = False
+        self.is_traced = False
         self.script = script
         self.gate: asyncio.Semaphore | None = None
         self.fail_after: tuple[int, Exception] | None = None
@@ -139,8 +141,22 @@ class FakeLLM:
         self.end_with: FinishReason | None = None
         """The reason of every end, in place of the right one."""
         self.lowest = -math.inf
+        self.progress: list[PromptProgress] = []
+        """What requests that ask for it are told before their first delta."""
         self.calls: list[Call] = []
         self.aborted = asyncio.Event()
+
+    async def start_trace(self) -> str:
+        if self.is_traced:
+            raise InvalidRequestError("A trace is being written already, to somewhere")
+        self.is_traced = True
+        return "somewhere"
+
+    async def stop_trace(self) -> str:
+        if not self.is_traced:
+            raise InvalidRequestError("No trace is being written")
+        self.is_traced = False
+        return "somewhere"
 
     async def generate(
         self,
@@ -151,6 +167,7 @@ class FakeLLM:
         priority: int = 0,
         cache_salt: str = "",
         skip_special_tokens: bool = True,
+        has_progress: bool = False,
     ) -> AsyncIterator[FakeOutput]:
         call = Call(prompt_token_ids, params, request_id, priority, cache_salt, skip_special_tokens)
         self.calls.append(call)
@@ -166,6 +183,9 @@ class FakeLLM:
         prompt = self.tokenizer.decode([i for i in prompt_token_ids if i != BOS])
         answers = [self._answer(call, prompt, i) for i in range(params.n)]
         try:
+            for progress in self.progress if has_progress else ():
+                await asyncio.sleep(0)
+                yield FakeOutput(request_id, 0, progress=progress)
             while answers:
                 for answer in list(answers):
                     await (self.gate.acquire() if self.gate else asyncio.sleep(0))

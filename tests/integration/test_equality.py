@@ -76,6 +76,7 @@ ROADS = {
     "cached": {"max_num_batched_tokens": 512, "repeat": 2},
     "five-at-once": {"max_num_batched_tokens": 64, "block_size": 16, "max_num_seqs": 5},
     "one-thread": {"max_num_batched_tokens": 64, "threads": 1},
+    "two-stages": {"max_num_batched_tokens": 64, "pipeline_parallel_size": 2},
 }
 # 16 requests of 60 to 270 tokens in a cache that holds about 400: they push each other out
 TIGHT = {"block_size": 16}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from millstream.config import ParallelConfig
 from millstream.errors import ConfigError
 from millstream.messages import RingEnd
 from millstream.parallel.context import ParallelContext, share_cores
-from millstream.parallel.layout import hidden_slot_bytes, token_slot_bytes
+from millstream.parallel.layout import StageTime, hidden_slot_bytes, token_slot_bytes
 from millstream.parallel.links import HiddenReceiver, HiddenSender, TokenReceiver, TokenSender
 from millstream.parallel.ring import Board, NeighbourGoneError, Ring, RingReader, RingWriter
 from millstream.parallel.stage import balanced_sizes
@@ -99,12 +100,16 @@ def test_hidden_states_keep_their_bits(ends: tuple[RingEnd, RingEnd]) -> None:
     sent = [torch.randn(n, 6, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (4, 1, 3, 2, 4)]
     sent[1][0, 0], sent[2][0, 1] = float("nan"), float("-inf")
     for i, hidden in enumerate(sent):
-        sender.send(i, hidden, [0.25 * i, 1.5])
+        sender.send(i, hidden, [StageTime(100.0 + i, 0.25 * i, 1.5)], started=time.monotonic() - 5)
         if i >= 2:
             # the ring is full here; each slot given back is used again
-            found, seconds = receiver.receive(i - 2, len(sent[i - 2]))
+            found, (first, second) = receiver.receive(i - 2, len(sent[i - 2]))
             assert torch.equal(found.view(torch.int16), sent[i - 2].view(torch.int16))
-            assert seconds == [0.25 * (i - 2), 1.5]
+            assert first == StageTime(100.0 + i - 2, 0.25 * (i - 2), 1.5)
+            # the sender's own: when it began as it said, then until it sent, then what sending took
+            assert second.started + second.seconds + second.send_seconds <= time.monotonic()
+            assert second.seconds >= 5
+            assert second.send_seconds > 0
             receiver.release()
     with pytest.raises(AssertionError, match="step 3 came for step 7"):
         receiver.receive(7, 2)

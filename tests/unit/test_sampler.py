@@ -338,7 +338,7 @@ def test_the_native_draw_chooses_as_numpys_does() -> None:
     rows = [
         SamplingRow(
             params=SamplingParams(
-                temperature=0.2 + 0.05 * i,
+                temperature=0.2 + 0.02 * i,
                 top_k=(0, 5, 300)[i % 3],
                 top_p=(1.0, 0.9)[i % 2],
                 min_p=0.01 * (i % 4),

@@ -106,6 +106,8 @@ def test_virtual_time_jumps_to_the_landing() -> None:
     assert second.result().step_id == 1
     assert clock.now == 103.5
     assert second.result().stage_seconds == [1.0, 1.0]
+    assert first.result().stage_started == [100.5, 101.5]
+    assert second.result().stage_started == [101.5, 102.5]
 
 
 def test_waiting_ends_with_a_landing_or_with_what_happens_outside() -> None:
