@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     _check(commands)
     _bench(commands)
     _simulate(commands)
+    _trace(commands)
     return parser
 
 
@@ -138,6 +139,17 @@ def _simulate(commands: Any) -> None:
         "run the scheduler on simulated hardware and print the Serving Benchmark Result",
     )
     command.add_arguments(parser)
+
+
+def _trace(commands: Any) -> None:
+    def run(args: argparse.Namespace) -> int:
+        from millstream.sim.trace import show_trace
+
+        return show_trace(args.file, plot=args.plot)
+
+    parser = _command(commands, "trace", run, "say how busy the stages were, from a trace")
+    parser.add_argument("file", metavar="FILE", help="what `serve --trace` or `simulate --trace` has written")
+    parser.add_argument("--plot", metavar="FILE", help="draw the timeline as well, as .png or .svg")
 
 
 if __name__ == "__main__":

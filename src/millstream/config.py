@@ -164,6 +164,16 @@ class ParallelConfig(_Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceConfig(_Settings):
+    """What the engine writes down about itself."""
+
+    trace: str | None = _setting(
+        None,
+        "file that gets what each stage does when, for Perfetto and `millstream trace`; it grows with every step",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All that the engine and its workers need to know."""
 
@@ -171,6 +181,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +196,16 @@ class ServerConfig(_Settings):
     repeat_last_n: int = _setting(
         -1, "penalties look at the last n tokens, where a request does not say; -1: all", low=-1
     )
+    sse_ping_interval: float = _setting(
+        15.0, "seconds between the comments that keep a quiet stream's connection open; 0: none", low=0, high=86400
+    )
+    enable_debug: bool = _setting(False, "answer POST /debug/trace/start and /debug/trace/stop")
     max_request_bytes: int = _setting(8 * 2**20, "largest request body, in bytes", low=1024)
     log_level: str | None = _setting(None, "how much to log", choices=("debug", "info", "warning", "error"))
 
 
 T = TypeVar("T")
-SERVE_SETTINGS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, ServerConfig)
+SERVE_SETTINGS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, TraceConfig, ServerConfig)
 
 
 def flag_of(name: str) -> str:
@@ -293,5 +308,6 @@ def serve_settings(
         cache=build(CacheConfig, args=args, env=env, file=file),
         scheduler=build(SchedulerConfig, args=args, env=env, file=file),
         parallel=build(ParallelConfig, args=args, env=env, file=file),
+        trace=build(TraceConfig, args=args, env=env, file=file),
     )
     return engine, build(ServerConfig, args=args, env=env, file=file)

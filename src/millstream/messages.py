@@ -26,6 +26,8 @@ class EngineRequest(msgspec.Struct, array_like=True, tag="add"):
     """Lower runs first."""
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
+    has_progress: bool = False
+    """Whether to tell how far the prompt is while it is computed."""
 
 
 class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):
@@ -33,6 +35,12 @@ class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):
 
     request_ids: list[str]
     reason: FinishReason = FinishReason.ABORT
+
+
+class TraceTo(msgspec.Struct, array_like=True, tag="trace"):
+    """From now on write what every stage does to this file, and no longer to the one before; None: to none."""
+
+    path: str | None
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
@@ -43,7 +51,7 @@ class Shutdown(msgspec.Struct, array_like=True, tag="shutdown"):
     """End the engine process."""
 
 
-ToEngine = EngineRequest | AbortRequests | Hello | Shutdown
+ToEngine = EngineRequest | AbortRequests | TraceTo | Hello | Shutdown
 
 # -- engine process -> API process ------------------------------------------------------------------------------
 
@@ -64,6 +72,14 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs]
 
 
+class PromptProgress(msgspec.Struct, array_like=True, frozen=True):
+    """How far a prompt is computed."""
+
+    num_computed_tokens: int
+    """Those from the prefix cache included."""
+    num_cached_tokens: int
+
+
 class SchedulerStats(msgspec.Struct, array_like=True):
     """Gauges after a step, counters since the last message."""
 
@@ -80,6 +96,10 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     step_seconds: float = 0.0
     num_first_step_requests: int = 0
     """Requests in the step that ended an idle time, else 0."""
+    stage_seconds: list[float] = []
+    """How long each stage computed on the step."""
+    predicted_seconds: float = 0.0
+    """How long the slowest of them was expected to."""
 
 
 class EngineOutputs(msgspec.Struct, array_like=True, tag="outputs"):
@@ -97,6 +117,8 @@ class EngineOutputs(msgspec.Struct, array_like=True, tag="outputs"):
     prompt_logprobs: dict[str, PromptLogprobs] = {}
     """By request id: of the prompt tokens that this step judged, where asked for."""
     stats: SchedulerStats | None = None
+    progress: dict[str, PromptProgress] = {}
+    """By request id: of prompts that got further with this step, where asked for."""
 
 
 class RequestRefused(msgspec.Struct, array_like=True, tag="refused"):
@@ -203,6 +225,10 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, tag="result"):
     prompt_logprobs: dict[str, PromptLogprobs] = {}
     stage_seconds: list[float] = []
     """How long each stage computed, first to last; waiting and handing over not counted."""
+    stage_started: list[float] = []
+    """When each stage began to compute, on the clock that all processes of the host share (time.monotonic)."""
+    stage_send_seconds: list[float] = []
+    """How long each stage took to hand over to the next; 0 for the last."""
 
 
 class KVCacheSize(msgspec.Struct, array_like=True, tag="kv"):

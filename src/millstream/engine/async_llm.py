@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import tempfile
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -34,6 +36,7 @@ from millstream.messages import (
     EngineReady,
     EngineRequest,
     RequestRefused,
+    TraceTo,
     WorkerInfo,
 )
 from millstream.request import FinishReason, SamplingParams, check_fits, nth_seed
@@ -89,6 +92,8 @@ class AsyncLLM:
         self._ready: asyncio.Future[WorkerInfo] | None = None
         self._death: EngineDeadError | None = None
         self._sends: set[asyncio.Future[None]] = set()
+        self._trace = config.trace.trace
+        """The file that the engine writes a trace to."""
 
     @property
     def is_ready(self) -> bool:
@@ -134,8 +139,10 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str = "",
         skip_special_tokens: bool = True,
+        has_progress: bool = False,
     ) -> AsyncIterator[RequestOutput]:
-        """The deltas of all `params.n` answers, as they come.
+        """The deltas of all `params.n` answers, as they come; with `has_progress` also, before the first delta of
+        answer 0, outputs without tokens that say how far the prompt is.
 
         Raises InvalidRequestError, ContextLengthError or OverloadedError before the first delta, EngineDeadError at
         any time. Closing the iterator early aborts what is still running.
@@ -169,7 +176,16 @@ class AsyncLLM:
                     sink=stream.put,
                     skip_special_tokens=skip_special_tokens,
                 )
-                await self._client.send(EngineRequest(engine_id, prompt_token_ids, answer_params, priority, cache_salt))
+                await self._client.send(
+                    EngineRequest(
+                        engine_id,
+                        prompt_token_ids,
+                        answer_params,
+                        priority,
+                        cache_salt,
+                        has_progress=has_progress and index == 0,
+                    )
+                )
             while open_ids:
                 for delta in await stream.take():
                     if delta.finish_reason is not None:
@@ -177,6 +193,28 @@ class AsyncLLM:
                     yield delta
         finally:
             self._abort(list(open_ids.values()))
+
+    # -- traces -------------------------------------------------------------------------------------------------
+
+    async def start_trace(self) -> str:
+        """Begin to write what every stage does to a new file, which only this user can read; its path.
+
+        Raises InvalidRequestError where a trace is being written already.
+        """
+        if self._trace is not None:
+            raise InvalidRequestError(f"A trace is being written already, to {self._trace}")
+        fd, self._trace = tempfile.mkstemp(prefix="millstream-trace-", suffix=".json")
+        os.close(fd)
+        await self._client.send(TraceTo(self._trace))
+        return self._trace
+
+    async def stop_trace(self) -> str:
+        """End the trace; the path of its file. Raises InvalidRequestError where none is being written."""
+        path, self._trace = self._trace, None
+        if path is None:
+            raise InvalidRequestError("No trace is being written")
+        await self._client.send(TraceTo(None))
+        return path
 
     # -- one request --------------------------------------------------------------------------------------------
 

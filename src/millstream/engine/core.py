@@ -14,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from millstream.config import EngineConfig
+from millstream.engine.progress import ProgressReporter
+from millstream.engine.trace import Tracer
 from millstream.errors import InvalidRequestError
 from millstream.executor.base import Executor, OnProgress, WaitingExecutor, Wake
 from millstream.messages import EngineOutputs, EngineRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
@@ -47,6 +49,9 @@ class EngineCore:
         )
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput], float]] = deque()
         self._last_landed = 0.0
+        self._progress = ProgressReporter()
+        self.tracer: Tracer | None = None
+        """Told of every step that lands."""
         self.last_step: SchedulerOutput | None = None
         """The step that `step` settled last."""
 
@@ -81,6 +86,8 @@ class EngineCore:
             arrival_time=self._clock(),
         )
         self.scheduler.add(request)
+        if message.has_progress:
+            self._progress.add(request)
         return request
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> bool:
@@ -103,12 +110,18 @@ class EngineCore:
             if not self._in_flight[-1][1].done():
                 return None
         self.last_step, future, started = self._in_flight.pop()
-        outputs = self.scheduler.update(future.result())
+        result = future.result()
+        outputs = self.scheduler.update(result)
+        outputs.progress = self._progress.report()
         if outputs.stats is not None:
             now = self._clock()
             # time that it shared with the step before is the other's
             outputs.stats.step_seconds = now - max(started, self._last_landed)
             self._last_landed = now
+            outputs.stats.stage_seconds = result.stage_seconds
+            outputs.stats.predicted_seconds = self.scheduler.predicted_seconds
+            if self.tracer is not None:
+                self.tracer.step(self.last_step, result, submitted=started, landed=now)
         return outputs
 
     def wait_idle(self, wake: Wake) -> None:

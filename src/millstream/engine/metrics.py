@@ -13,6 +13,8 @@ _LATENCY = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 
 _LONG = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
+_RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+
 
 @dataclass
 class RequestTimes:
@@ -59,6 +61,11 @@ class EngineMetrics:
         self._itl = histogram("inter_token_latency_seconds", "Between the tokens of an answer", _LATENCY)
         self._tpot = histogram("time_per_output_token_seconds", "Mean by answer, first token excluded", _LATENCY)
         self._e2e = histogram("e2e_request_latency_seconds", "From arrival to last token", _LONG)
+        self._active = counter("pipeline_active_seconds", "Time with at least one step in flight")
+        self._predicted = counter("step_predicted_seconds", "What steps were expected to take on their slowest stage")
+        self._measured = counter("step_measured_seconds", "What they took on it")
+        self._prediction_ratio = histogram("step_prediction_ratio", "Predicted over measured, by step", _RATIOS)
+        self._stages = _StageMetrics(self._registry, values)
         success = Counter(
             "millstream:request_success",
             "Answers ended, by reason",
@@ -87,8 +94,18 @@ class EngineMetrics:
             self._step_requests.observe(stats.num_step_requests)
             self._step_tokens.observe(stats.num_step_tokens)
             self._step_seconds.observe(stats.step_seconds)
+            self._take_times(stats)
         if stats.num_first_step_requests:
             self._first_step.observe(stats.num_first_step_requests)
+
+    def _take_times(self, stats: SchedulerStats) -> None:
+        self._active.inc(stats.step_seconds)
+        self._stages.step(stats.stage_seconds, active=stats.step_seconds)
+        measured = max(stats.stage_seconds, default=0.0)
+        if measured > 0:
+            self._predicted.inc(stats.predicted_seconds)
+            self._measured.inc(measured)
+            self._prediction_ratio.observe(stats.predicted_seconds / measured)
 
     def tokens(self, times: RequestTimes, count: int, now: float) -> None:
         """`count` tokens of an answer came at `now`."""
@@ -108,3 +125,35 @@ class EngineMetrics:
 
     def finished(self, reason: FinishReason) -> None:
         self._finished[reason].inc()
+
+
+class _StageMetrics:
+    """How busy each pipeline stage is. For a span of time the bubble is 1 - increase(busy) / increase(active); the
+    gauge is that since the start."""
+
+    def __init__(self, registry: CollectorRegistry, values: dict[str, str]) -> None:
+        labels = [*values, "stage"]
+        self._values = values
+        self._busy = Counter(
+            "millstream:stage_busy_seconds", "Time that a pipeline stage computed", labels, registry=registry
+        )
+        self._bubble = Gauge(
+            "millstream:stage_bubble_ratio",
+            "Share of the time with a step in flight that a pipeline stage did not compute, since the start, 0 to 1",
+            labels,
+            registry=registry,
+        )
+        self._active_seconds = 0.0
+        self._busy_seconds: list[float] = []
+
+    def step(self, stage_seconds: list[float], *, active: float) -> None:
+        """A step landed: what each stage computed on it, and by how much the time with a step in flight grew."""
+        self._active_seconds += active
+        self._busy_seconds += [0.0] * (len(stage_seconds) - len(self._busy_seconds))
+        for stage, seconds in enumerate(stage_seconds):
+            self._busy_seconds[stage] += seconds
+            values = {**self._values, "stage": str(stage)}
+            self._busy.labels(**values).inc(seconds)
+            if self._active_seconds > 0:
+                bubble = 1 - self._busy_seconds[stage] / self._active_seconds
+                self._bubble.labels(**values).set(max(0.0, bubble))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from millstream.engine.detokenizer import DecodingTokenizer, Detokenizer
 from millstream.engine.metrics import EngineMetrics, RequestTimes
-from millstream.messages import EngineOutputs, TokenLogprobs
+from millstream.messages import EngineOutputs, PromptProgress, TokenLogprobs
 from millstream.request import FinishReason, SamplingParams
 
 
@@ -36,9 +36,16 @@ class RequestOutput:
     num_output_tokens: int
     """So far."""
     num_cached_tokens: int
+    progress: PromptProgress | None = None
+    """How far the prompt is, where asked for; what has it came before the first delta and has no tokens."""
 
     def merge(self, newer: RequestOutput) -> None:
         """Append a later delta of the same answer."""
+        if self.progress is not None:
+            # not of interest any more, and the first delta is yet to come, or in `newer`
+            self.progress = newer.progress
+            self.prompt_logprobs = newer.prompt_logprobs
+            self.num_cached_tokens = newer.num_cached_tokens
         self.text += newer.text
         self.token_ids += newer.token_ids
         self.logprobs += newer.logprobs
@@ -121,6 +128,9 @@ class OutputProcessor:
         """Hand out what a step brought; the engine's requests that a stop string has ended."""
         now = self._clock()
         stopped = []
+        for engine_id, progress in outputs.progress.items():
+            if (answer := self._answers.get(engine_id)) is not None:
+                answer.sink(_progress(answer, progress))
         for i, engine_id in enumerate(outputs.request_ids):
             answer = self._answers.get(engine_id)
             if answer is None:
@@ -191,3 +201,20 @@ class OutputProcessor:
         if delta.finish_reason is not None:
             self._metrics.request(answer.times, delta.num_output_tokens, now)
             self._metrics.finished(delta.finish_reason)
+
+
+def _progress(answer: _Answer, progress: PromptProgress) -> RequestOutput:
+    return RequestOutput(
+        request_id=answer.request_id,
+        index=answer.index,
+        text="",
+        token_ids=[],
+        logprobs=[],
+        prompt_logprobs=None,
+        finish_reason=None,
+        stop_reason=None,
+        num_prompt_tokens=answer.num_prompt_tokens,
+        num_output_tokens=0,
+        num_cached_tokens=progress.num_cached_tokens,
+        progress=progress,
+    )

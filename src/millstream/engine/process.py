@@ -19,7 +19,8 @@ import zmq
 from millstream.config import EngineConfig
 from millstream.engine.busy_period import BusyPeriod
 from millstream.engine.core import EngineCore
-from millstream.errors import MillstreamError, RequestError
+from millstream.engine.trace import Tracer
+from millstream.errors import ConfigError, MillstreamError, RequestError
 from millstream.executor.base import Executor, WaitingExecutor, Wake, make_executor
 from millstream.log import configure, log
 from millstream.messages import (
@@ -35,6 +36,7 @@ from millstream.messages import (
     RequestRefused,
     Shutdown,
     ToEngine,
+    TraceTo,
     decode_to_engine,
     encode,
 )
@@ -116,8 +118,9 @@ class EngineSocket:
                 prompt_logprobs={r: outputs.prompt_logprobs[r] for r in ids if r in outputs.prompt_logprobs},
                 # counters must be counted once
                 stats=outputs.stats if n == 0 else None,
+                progress={r: p for r, p in outputs.progress.items() if self.owners.get(r) == client},
             )
-            if ids or n == 0:
+            if ids or part.progress or n == 0:
                 parts.append((client, part))
         return parts
 
@@ -135,6 +138,12 @@ class EngineProcess:
 
     def run(self) -> None:
         """Serve until told to stop."""
+        try:
+            self._run()
+        finally:
+            self._trace_to(None)
+
+    def _run(self) -> None:
         while not self._stopping:
             self._receive()
             if self._stopping:
@@ -167,6 +176,8 @@ class EngineProcess:
                     self._add(client, message)
                 case AbortRequests():
                     self._abort(message)
+                case TraceTo(path):
+                    self._trace_to(path)
                 case Hello():
                     self._socket.send(client, EngineReady(self._core.info))
                 case Shutdown():
@@ -192,6 +203,16 @@ class EngineProcess:
                 self._socket.owners.pop(request_id, None)
         # gauges must not keep showing what is gone
         self._socket.send_outputs(EngineOutputs([], [], [], [], [], stats=self._core.scheduler.take_stats()))
+
+    def _trace_to(self, path: str | None) -> None:
+        if self._core.tracer is not None:
+            self._core.tracer.close()
+            self._core.tracer = None
+        if path is not None:
+            try:
+                self._core.tracer = Tracer(path)
+            except ConfigError as e:
+                log.warning("%s", e)
 
     def _settle(self, outputs: EngineOutputs) -> None:
         step, stats = self._core.last_step, outputs.stats
@@ -264,10 +285,14 @@ def main(make: MakeExecutor = lambda config, folder: make_executor(config, folde
     follow_parent(on_lost)
     socket = EngineSocket(start.address)
     socket.receive(None)  # Hello
+    trace = start.config.trace.trace
     try:
+        # first, as a name that is wrong should be told of before a model is loaded
+        tracer = None if trace is None else Tracer(trace)
         executor = make(start.config, folder)
         executors.append(executor)
         core = _start_core(start.config, executor, socket)
+        core.tracer = tracer
         socket.broadcast(EngineReady(core.info))
         EngineProcess(core, socket, batch_window=start.config.scheduler.batch_window_ms / 1000).run()
     except MillstreamError as e:

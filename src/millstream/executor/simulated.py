@@ -121,6 +121,8 @@ class Pipe:
         self.busy_seconds = [0.0] * num_stages
         self.active_seconds = 0.0
         """Time with at least one step between submission and landing."""
+        self.started = [0.0] * num_stages
+        """When each stage begins with the step that was pushed last."""
         self._stage_free = [0.0] * num_stages
         self._link_free = [0.0] * num_stages
         self._landed = 0.0
@@ -131,7 +133,7 @@ class Pipe:
         at = now
         last = len(self._stage_free) - 1
         for stage, seconds in enumerate(times.stages):
-            start = max(at, self._stage_free[stage])
+            start = self.started[stage] = max(at, self._stage_free[stage])
             end = start + seconds
             self._stage_free[stage] = end
             self.busy_seconds[stage] += seconds
@@ -251,6 +253,8 @@ class SimulatedExecutor:
         output.stage_seconds = list(times.stages)
         self._clock.spend(times.host)
         future = _Landing(self._clock, self.pipe.push(step, times, self._clock()), output)
+        output.stage_started = self.pipe.started.copy()
+        output.stage_send_seconds = [*[times.send] * (len(times.stages) - 1), 0.0]
         self._in_flight.append(future)
         return future
 

@@ -1,19 +1,21 @@
 """What stages hand to each other: hidden states to the next stage, sampled tokens from the last to the first.
 
-A slot of a hidden link is a header (step id, seconds that each stage computed) and then the hidden states as they are,
-so a stage computes with the very bits that the one before it made. Shapes: T tokens of the step, D model width.
+A slot of a hidden link is a header (step id, when and how long each stage computed) and then the hidden states as they
+are, so a stage computes with the very bits that the one before it made. Shapes: T tokens of the step, D model width.
 """
 
 from __future__ import annotations
 
 import struct
+import time
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from millstream.messages import RingEnd
-from millstream.parallel.layout import TOKEN_HEADER_BYTES, hidden_header_bytes
+from millstream.parallel.layout import TOKEN_HEADER_BYTES, StageTime, hidden_header_bytes
 from millstream.parallel.ring import RingReader, RingWriter
 
 
@@ -22,16 +24,21 @@ class HiddenSender:
 
     def __init__(self, end: RingEnd, *, width: int, dtype: torch.dtype, num_stages: int) -> None:
         self._ring = RingWriter(end)
-        self._header = struct.Struct(f"q{num_stages}d")
+        self._header = _header(num_stages)
         self._num_stages = num_stages
         self._hidden = _hidden_views(self._ring.slots, hidden_header_bytes(num_stages), width, dtype)
 
-    def send(self, step_id: int, hidden_TD: Tensor, stage_seconds: list[float]) -> None:
-        """Copy a step's hidden states to the next stage; waits only while its ring is full."""
+    def send(self, step_id: int, hidden_TD: Tensor, times: list[StageTime], *, started: float) -> None:
+        """Copy a step's hidden states to the next stage; waits only while its ring is full.
+
+        `times` are those of the stages before, `started` is when this one began to compute, which it has now done.
+        """
+        computed = time.monotonic()
         slot = self._ring.take()
-        seconds = stage_seconds + [0.0] * (self._num_stages - len(stage_seconds))
-        self._header.pack_into(self._ring.slots[slot], 0, step_id, *seconds)
         self._hidden[slot][: hidden_TD.shape[0]].copy_(hidden_TD)
+        own = StageTime(started, computed - started, time.monotonic() - computed)
+        unknown = [StageTime(0.0, 0.0, 0.0)] * (self._num_stages - len(times) - 1)
+        self._header.pack_into(self._ring.slots[slot], 0, step_id, *chain(*times, own, *unknown))
         self._ring.commit()
 
 
@@ -40,16 +47,18 @@ class HiddenReceiver:
 
     def __init__(self, end: RingEnd, *, width: int, dtype: torch.dtype, num_stages: int, rank: int) -> None:
         self._ring = RingReader(end)
-        self._header = struct.Struct(f"q{num_stages}d")
+        self._header = _header(num_stages)
         self._rank = rank
         self._hidden = _hidden_views(self._ring.slots, hidden_header_bytes(num_stages), width, dtype)
 
-    def receive(self, step_id: int, num_tokens: int) -> tuple[Tensor, list[float]]:
-        """A step's hidden states (T, D), valid until `release`, and the seconds of the stages before."""
+    def receive(self, step_id: int, num_tokens: int) -> tuple[Tensor, list[StageTime]]:
+        """A step's hidden states (T, D), valid until `release`, and the times of the stages before."""
         slot = self._ring.take()
-        found, *seconds = self._header.unpack_from(self._ring.slots[slot])
+        found, *numbers = self._header.unpack_from(self._ring.slots[slot])
         assert found == step_id, f"hidden states of step {found} came for step {step_id}"
-        return self._hidden[slot][:num_tokens], seconds[: self._rank]
+        width = len(StageTime._fields)
+        times = [StageTime(*numbers[i * width : (i + 1) * width]) for i in range(self._rank)]
+        return self._hidden[slot][:num_tokens], times
 
     def release(self) -> None:
         """The hidden states received last are no longer needed."""
@@ -87,6 +96,10 @@ class TokenReceiver:
         token_ids: list[int] = np.frombuffer(slot, np.int32, count, TOKEN_HEADER_BYTES).tolist()
         self._ring.release()
         return token_ids
+
+
+def _header(num_stages: int) -> struct.Struct:
+    return struct.Struct(f"q{len(StageTime._fields) * num_stages}d")
 
 
 def _hidden_views(slots: list[memoryview], header_bytes: int, width: int, dtype: torch.dtype) -> list[Tensor]:

@@ -46,7 +46,7 @@ class Served:
         self.options = OptionsBuilder(config)
         self.generations = Generations()
         self.texts = TokenTexts(llm.tokenizer)
-        self.responder = Responder(llm, self.generations, self.options.seeds)
+        self.responder = Responder(llm, self.generations, self.options.seeds, ping_interval=config.sse_ping_interval)
 
     def head(self, prefix: str) -> ReplyHead:
         return ReplyHead(id=prefix + uuid.uuid4().hex, model=self.model_name, fingerprint=f"millstream-{self.version}")
@@ -131,6 +131,8 @@ def create_app(llm: ServedLLM, config: ServerConfig, model_name: str) -> FastAPI
     app.add_exception_handler(ClientGoneError, client_gone)
     _add_generating_routes(app, served)
     _add_plain_routes(app, served)
+    if config.enable_debug:
+        _add_debug_routes(app, served)
     # the last one added is the outermost
     app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
     if config.api_key is not None:
@@ -214,6 +216,21 @@ def _add_plain_routes(app: FastAPI, served: Served) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return Response(docs_page(app.openapi()), media_type="text/html")
+
+
+def _add_debug_routes(app: FastAPI, served: Served) -> None:
+    # the server names the file: a client must not choose where it writes
+    @app.post("/debug/trace/start", response_class=Response)
+    async def start_trace() -> Response:
+        """Begin to write what every stage does to a file on the server."""
+        served.responder.check_ready()
+        return _json({"file": await served.llm.start_trace()})
+
+    @app.post("/debug/trace/stop", response_class=Response)
+    async def stop_trace() -> Response:
+        """End the trace."""
+        served.responder.check_ready()
+        return _json({"file": await served.llm.stop_trace()})
 
 
 def _json(value: Any, *, status_code: int = 200) -> Response:

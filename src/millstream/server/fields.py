@@ -48,7 +48,7 @@ def _no(note: str, *harmless: Any) -> Field:
 _SAMPLING: dict[str, Field] = {
     "model": _yes("the served name; may be left out"),
     "stream": _yes("server-sent events"),
-    "stream_options": _yes("`include_usage`; only with `stream`"),
+    "stream_options": _yes("`include_usage`; extension: `include_progress`; only with `stream`"),
     "n": _yes("1 to 128"),
     "max_completion_tokens": _yes("at least 1; the same as `max_tokens`, both given must be equal"),
     "temperature": _yes("0 (greedy) to 2, default 1"),

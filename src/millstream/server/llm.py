@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from millstream.messages import TokenLogprobs, WorkerInfo
+from millstream.messages import PromptProgress, TokenLogprobs, WorkerInfo
 from millstream.request import FinishReason, SamplingParams
 
 
@@ -85,6 +85,11 @@ class Output(Protocol):
     @property
     def num_cached_tokens(self) -> int: ...
 
+    @property
+    def progress(self) -> PromptProgress | None:
+        """How far the prompt is, on what comes before the first delta where that was asked for; it has no tokens."""
+        ...
+
 
 class ServedMetrics(Protocol):
     """The figures behind /metrics."""
@@ -112,6 +117,15 @@ class ServedLLM(Protocol):
     @property
     def is_dead(self) -> bool: ...
 
+    async def start_trace(self) -> str:
+        """Write what every stage does to a new file; its path. Raises InvalidRequestError where a trace is being
+        written already."""
+        ...
+
+    async def stop_trace(self) -> str:
+        """End the trace; the path of its file. Raises InvalidRequestError where none is being written."""
+        ...
+
     @property
     def metrics(self) -> ServedMetrics: ...
 
@@ -124,8 +138,9 @@ class ServedLLM(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         skip_special_tokens: bool = True,
+        has_progress: bool = False,
     ) -> AsyncIterator[Any]:
-        """The deltas (`Output`) of all n answers, as they come.
+        """The deltas (`Output`) of all n answers, as they come; with `has_progress` news of the prompt before them.
 
         Raises RequestError before the first of them, EngineDeadError at any time. Closing the iterator, or
         cancelling the task that waits for it, aborts the request in the engine.

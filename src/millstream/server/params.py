@@ -12,7 +12,7 @@ from millstream.config import ServerConfig
 from millstream.errors import InvalidRequestError
 from millstream.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from millstream.server.errors import shown
-from millstream.server.schema import ChatRequest, CompletionRequest, SamplingBody
+from millstream.server.schema import ChatRequest, CompletionRequest, SamplingBody, StreamOptions
 
 COMPLETION_MAX_TOKENS = 16
 MAX_CACHE_SALT_LEN = 128
@@ -33,6 +33,7 @@ class Options:
     skip_special_tokens: bool
     stream: bool
     include_usage: bool
+    include_progress: bool
     echo: bool = False
     is_scoring: bool = False
     """Only the prompt is asked for (`max_tokens` 0): one token is made and dropped."""
@@ -142,6 +143,7 @@ class OptionsBuilder:
             **fields,
         )
         params.check_vocab(vocab_size)
+        stream_options = _stream_options(body)
         return Options(
             params=params,
             has_seed=body.seed is not None,
@@ -149,7 +151,8 @@ class OptionsBuilder:
             cache_salt=_cache_salt(body.cache_salt),
             skip_special_tokens=body.skip_special_tokens is not False,
             stream=bool(body.stream),
-            include_usage=_include_usage(body),
+            include_usage=bool(stream_options.include_usage),
+            include_progress=bool(stream_options.include_progress),
             echo=echo,
             is_scoring=is_scoring,
         )
@@ -222,10 +225,10 @@ def _cache_salt(value: str | None) -> str:
     return value or ""
 
 
-def _include_usage(body: SamplingBody) -> bool:
+def _stream_options(body: SamplingBody) -> StreamOptions:
     options = body.stream_options
     if options is None:
-        return False
+        return StreamOptions()
     if not body.stream:
         raise InvalidRequestError(
             "stream_options is given, but stream is not true: it needs a stream", param="stream_options"
@@ -233,8 +236,8 @@ def _include_usage(body: SamplingBody) -> bool:
     for name, value in (options.model_extra or {}).items():
         if value not in (None, False):
             raise InvalidRequestError(
-                f"stream_options.{name[:64]} is {shown(value)}: only include_usage is supported",
+                f"stream_options.{name[:64]} is {shown(value)}: only include_usage and include_progress are supported",
                 param="stream_options",
                 code="unsupported_parameter",
             )
-    return bool(options.include_usage)
+    return options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from millstream.errors import EngineDeadError
+from millstream.messages import PromptProgress
 from millstream.request import FinishReason
 from millstream.server.errors import NotReadyError, ServerStoppingError, as_request_error, envelope, request_id_of
 from millstream.server.generation import Generation, Generations, until_disconnect
@@ -19,12 +21,10 @@ from millstream.server.llm import Output, ServedLLM
 from millstream.server.logprobs import first_token
 from millstream.server.params import Options, Seeds
 from millstream.server.prompts import LONG_TEXT_LEN, Prompt
-from millstream.server.shapes import DONE, Answer, PromptTokensDetails, Shape, Usage
+from millstream.server.shapes import DONE, Answer, Progress, PromptTokensDetails, Shape, Usage
 
 FIRST_OUTPUT_PATIENCE = 10.0
 """Seconds that a stream's headers wait for its first delta, so that a refusal has its own status."""
-
-PING_SECONDS = 15
 
 
 class Collector:
@@ -41,6 +41,8 @@ class Collector:
         self.answers = [Answer(i) for i in range(len(prompts) * self._n)]
         self._is_begun = [False] * len(self.answers)
         self._held: list[list[Output]] = [[] for _ in prompts]
+        self._progress = [PromptProgress(0, 0)] * len(prompts)
+        self._has_output = False
         self._prompt_logprobs = [[first_token(p.token_ids[0])] if self._has_prompt_logprobs else [] for p in prompts]
         self._num_cached_tokens = [0] * len(prompts)
 
@@ -53,6 +55,9 @@ class Collector:
 
         Raises ServerStoppingError where the engine ended the answer because the server stops.
         """
+        if output.progress is not None:
+            return self._take_progress(prompt, output.progress)
+        self._has_output = True
         if output.num_cached_tokens > self._num_cached_tokens[prompt]:
             self._num_cached_tokens[prompt] = output.num_cached_tokens
         if output.prompt_logprobs:
@@ -69,6 +74,19 @@ class Collector:
 
     def _knows_prompt(self, prompt: int) -> bool:
         return len(self._prompt_logprobs[prompt]) >= len(self._prompts[prompt].token_ids)
+
+    def _take_progress(self, prompt: int, progress: PromptProgress) -> bytes:
+        """A chunk that says how far all prompts of the request are together; none once an answer has begun."""
+        self._progress[prompt] = progress
+        if self._has_output:
+            return b""
+        return self._shape.progress(
+            Progress(
+                prompt_tokens_done=sum(p.num_computed_tokens for p in self._progress),
+                prompt_tokens_total=sum(len(p.token_ids) for p in self._prompts),
+                cached_tokens=sum(p.num_cached_tokens for p in self._progress),
+            )
+        )
 
     def _take(self, prompt: int, output: Output, is_streamed: bool) -> bytes:
         answer = self.answers[prompt * self._n + output.index]
@@ -124,8 +142,8 @@ class Collector:
 class EventStream(EventSourceResponse):
     """Server-sent events of a generation, which is closed however the stream ends, begun or not."""
 
-    def __init__(self, content: AsyncGenerator[bytes, None], generation: Generation) -> None:
-        super().__init__(content, sep="\n", ping=PING_SECONDS)
+    def __init__(self, content: AsyncGenerator[bytes, None], generation: Generation, *, ping_interval: float) -> None:
+        super().__init__(content, sep="\n", ping=ping_interval)
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,12 +154,18 @@ class EventStream(EventSourceResponse):
 
 
 class Responder:
-    """Runs prompts on the engine and answers the HTTP request with what comes."""
+    """Runs prompts on the engine and answers the HTTP request with what comes.
 
-    def __init__(self, llm: ServedLLM, generations: Generations, seeds: Seeds) -> None:
+    `ping_interval` is in seconds: how often a quiet stream gets a comment; 0: never.
+    """
+
+    def __init__(self, llm: ServedLLM, generations: Generations, seeds: Seeds, *, ping_interval: float) -> None:
         self._llm = llm
         self._generations = generations
         self._seeds = seeds
+        self._ping_interval = ping_interval
+        # pings can't begin before the headers are sent
+        self._patience = min(FIRST_OUTPUT_PATIENCE, ping_interval or math.inf)
 
     def check_ready(self) -> None:
         """Raise EngineDeadError, ServerStoppingError or NotReadyError where no request can be taken."""
@@ -161,10 +185,10 @@ class Responder:
         is_handed_over = False
         try:
             if options.stream:
-                await until_disconnect(request, generation.start(patience=FIRST_OUTPUT_PATIENCE))
+                await until_disconnect(request, generation.start(patience=self._patience))
                 events = _events(generation, collector, options, shape, request_id_of(request))
                 is_handed_over = True
-                return EventStream(events, generation)
+                return EventStream(events, generation, ping_interval=self._ping_interval)
             body = await until_disconnect(request, _collect(generation, collector))
             return Response(body, media_type="application/json")
         finally:
@@ -185,6 +209,7 @@ class Responder:
                     priority=options.priority,
                     cache_salt=options.cache_salt,
                     skip_special_tokens=options.skip_special_tokens,
+                    has_progress=options.include_progress,
                 )
             )
         return self._generations.open(iterators)

@@ -62,6 +62,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
+    include_progress: bool | None = None
 
 
 class Message(BaseModel):

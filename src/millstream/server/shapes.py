@@ -33,6 +33,15 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
+class Progress(msgspec.Struct):
+    """How far the prompts of a request are computed."""
+
+    prompt_tokens_done: int
+    """Those from the prefix cache included."""
+    prompt_tokens_total: int
+    cached_tokens: int
+
+
 @dataclass
 class Answer:
     """One choice: what has come of it, and why it ended."""
@@ -66,8 +75,12 @@ class Shape(Protocol):
 
     def finish(self, index: int, reason: FinishReason, stop_reason: int | str | None) -> bytes: ...
 
+    def progress(self, progress: Progress) -> bytes:
+        """A chunk with empty choices, before any text."""
+        ...
+
     def usage(self, usage: Usage) -> bytes:
-        """The chunk with empty choices."""
+        """The last chunk, with empty choices."""
         ...
 
     def whole(self, answers: Sequence[Answer], usage: Usage, *, has_logprobs: bool) -> bytes:
@@ -136,6 +149,9 @@ class ChatShape:
     def finish(self, index: int, reason: FinishReason, stop_reason: int | str | None) -> bytes:
         return self._chunk(_ChatFinishChoice(index, _Delta(), None, str(reason), stop_reason))
 
+    def progress(self, progress: Progress) -> bytes:
+        return _progress_chunk(self._before, progress)
+
     def usage(self, usage: Usage) -> bytes:
         return _usage_chunk(self._head, "chat.completion.chunk", usage)
 
@@ -192,6 +208,9 @@ class CompletionShape:
     def finish(self, index: int, reason: FinishReason, stop_reason: int | str | None) -> bytes:
         return self._chunk(_CompletionFinishChoice(index, "", None, str(reason), stop_reason))
 
+    def progress(self, progress: Progress) -> bytes:
+        return _progress_chunk(self._before, progress)
+
     def usage(self, usage: Usage) -> bytes:
         return _usage_chunk(self._head, "text_completion", usage)
 
@@ -233,6 +252,10 @@ def _template(head: ReplyHead, object: str, include_usage: bool) -> tuple[bytes,
     if include_usage:
         fields["usage"] = None
     return b"data: " + _encode(fields)[:-1] + b',"choices":[', b"]}\n\n"
+
+
+def _progress_chunk(before: bytes, progress: Progress) -> bytes:
+    return before + b'],"x_progress":' + _encode(progress) + b"}\n\n"
 
 
 def _usage_chunk(head: ReplyHead, object: str, usage: Usage) -> bytes:

@@ -10,6 +10,7 @@ import numpy as np
 from millstream.errors import ConfigError
 from millstream.sim.report import mean_of, p99_of
 from millstream.sim.run import Outcome
+from millstream.sim.timeline import Timeline
 
 MAX_BARS = 2000
 """On each stage and of each kind; no screen shows more."""
@@ -33,6 +34,9 @@ def _save(figure: Any, path: str) -> None:
     metadata = {"Date": None} if path.endswith(".svg") else {}
     try:
         figure.savefig(path, metadata=metadata, dpi=120)
+    except ValueError as e:
+        # of its suffix
+        raise ConfigError(f"--plot {path} can't be written: {e}") from e
     except OSError as e:
         raise ConfigError(f"--plot {path} can't be written: {e.strerror or e}") from e
 
@@ -43,7 +47,7 @@ def plot_run(outcome: Outcome, path: str) -> None:
     Raises ConfigError where matplotlib is missing or the file can't be written.
     """
     figure, (stages, engine, latency) = _figure(3, 10.0)
-    _draw_stages(stages, outcome)
+    _draw_stages(stages, outcome.timeline, len(outcome.stages))
     samples = outcome.occupancy.samples
     times = [s.at for s in samples]
     engine.plot(times, [s.num_running for s in samples], label="running", color=_CHUNKS)
@@ -61,11 +65,17 @@ def plot_run(outcome: Outcome, path: str) -> None:
     _save(figure, path)
 
 
-def _draw_stages(axes: Any, outcome: Outcome) -> None:
-    num_stages = len(outcome.stages)
-    shortest_gap = outcome.timeline.end / MAX_BARS
+def plot_stages(timeline: Timeline, num_stages: int, path: str) -> None:
+    """The timeline of the stages alone. Raises ConfigError as `plot_run` does."""
+    figure, axes = _figure(1, 1.5 + 0.6 * num_stages)
+    _draw_stages(axes, timeline, num_stages)
+    _save(figure, path)
+
+
+def _draw_stages(axes: Any, timeline: Timeline, num_stages: int) -> None:
+    shortest_gap = timeline.end / MAX_BARS
     for stage in range(num_stages):
-        work = [w for w in outcome.timeline.work if w.stage == stage]
+        work = [w for w in timeline.work if w.stage == stage]
         for has_chunks, color in ((True, _CHUNKS), (False, _DECODES)):
             times = [(w.start, w.end) for w in work if (w.num_chunk_tokens > 0) is has_chunks]
             bars = [(start, end - start) for start, end in merged(times, shortest_gap)]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from millstream.engine.trace import COMPUTE, MAX_REQUESTS_NAMED, Event, process_name, span
 from millstream.errors import ConfigError
 from millstream.executor.simulated import Pipe, Span
 
 _SHADES = " .:-=+*#"
-MAX_REQUESTS_NAMED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,34 +98,28 @@ def draw_text(timeline: Timeline, num_stages: int, *, first: float, last: float,
     return lines
 
 
-def chrome_trace(timeline: Timeline, num_stages: int) -> list[dict[str, object]]:
+def chrome_trace(timeline: Timeline, num_stages: int) -> list[Event]:
     """The events of a Chrome trace: a process for each stage, an event for each step on it; times in microseconds."""
-    events: list[dict[str, object]] = [
-        {"ph": "M", "pid": stage, "tid": 0, "name": "process_name", "args": {"name": f"stage {stage}"}}
-        for stage in range(num_stages)
-    ]
+    events = [process_name(stage, f"stage {stage}") for stage in range(num_stages)]
     events.extend(
-        {
-            "ph": "X",
-            "pid": work.stage,
-            "tid": 0,
-            "cat": "compute",
-            "name": f"step {work.step_id}",
-            "ts": round(work.start * 1e6, 3),
-            "dur": round((work.end - work.start) * 1e6, 3),
-            "args": {
-                "tokens": work.num_tokens,
-                "rows": work.num_rows,
-                "chunk_tokens": work.num_chunk_tokens,
-                "requests": list(work.request_ids),
-            },
-        }
+        span(
+            work.stage,
+            COMPUTE,
+            "compute",
+            work.step_id,
+            start=work.start,
+            seconds=work.end - work.start,
+            tokens=work.num_tokens,
+            rows=work.num_rows,
+            chunk_tokens=work.num_chunk_tokens,
+            requests=list(work.request_ids),
+        )
         for work in timeline.work
     )
     return events
 
 
-def save_trace(events: Sequence[dict[str, object]], path: str) -> None:
+def save_trace(events: Sequence[Event], path: str) -> None:
     """Write a trace file. Raises ConfigError where that can't be done."""
     try:
         Path(path).write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -11,15 +11,16 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from millstream.messages import SchedulerOutput
+from millstream.parallel.layout import StageTime
 from millstream.parallel.links import HiddenReceiver, TokenReceiver
 from millstream.worker.input_batch import InputBatch, SlotState, StepInput
 
 
 class Arrived(NamedTuple):
-    """Rows for the model, and how long the stages before computed on them."""
+    """Rows for the model, and when and how long the stages before computed on them."""
 
     rows: Tensor
-    stage_seconds: list[float]
+    times: list[StageTime]
 
 
 class Inlet(Protocol):

@@ -31,10 +31,10 @@ class ModelRunner:
         self._batch.apply(step)
         self._inlet.prepare(step)
         inputs = self._batch.make_input(step, self._device)
-        rows, stage_seconds = self._inlet.take(step, inputs)
+        rows, times = self._inlet.take(step, inputs)
         started = time.monotonic()
         hidden_TD = self._graph.forward(rows, inputs.tables)
-        output = self._outlet.put(step, inputs, hidden_TD, stage_seconds=stage_seconds, started=started)
+        output = self._outlet.put(step, inputs, hidden_TD, times=times, started=started)
         # only now: a graph may have computed in the memory of its rows
         self._inlet.release()
         return output

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from millstream.messages import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
+from millstream.parallel.layout import StageTime
 from millstream.parallel.links import HiddenSender, TokenSender
 from millstream.worker.input_batch import InputBatch, StepInput
 from millstream.worker.sampler import Sampled, Sampler, SamplingRow
@@ -25,11 +26,11 @@ class Outlet(Protocol):
     """Where a step's hidden states go."""
 
     def put(
-        self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, *, stage_seconds: list[float], started: float
+        self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, *, times: list[StageTime], started: float
     ) -> ModelRunnerOutput | None:
         """Take a step's hidden states; what it brought, from the last stage.
 
-        `stage_seconds` are those of the stages before, `started` is when this one began (time.monotonic).
+        `times` are those of the stages before, `started` is when this one began (time.monotonic).
         """
         ...
 
@@ -41,9 +42,9 @@ class NextStage:
         self._hidden = hidden
 
     def put(
-        self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, *, stage_seconds: list[float], started: float
+        self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, *, times: list[StageTime], started: float
     ) -> ModelRunnerOutput | None:
-        self._hidden.send(step.step_id, hidden_TD, [*stage_seconds, time.monotonic() - started])
+        self._hidden.send(step.step_id, hidden_TD, times, started=started)
         return None
 
 
@@ -60,14 +61,17 @@ class Head:
         self._tokens = tokens
 
     def put(
-        self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, *, stage_seconds: list[float], started: float
+        self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, *, times: list[StageTime], started: float
     ) -> ModelRunnerOutput | None:
         output = ModelRunnerOutput(step.step_id, [], [], logprobs={}, prompt_logprobs={})
         # before sampling: it appends tokens to the requests' known ones
         self._prompt_logprobs(step, inputs, hidden_TD, output)
         if inputs.sampled_rows:
             self._sample(step, inputs, hidden_TD, output)
-        output.stage_seconds = [*stage_seconds, time.monotonic() - started]
+        times = [*times, StageTime(started, time.monotonic() - started, 0.0)]
+        output.stage_started = [t.started for t in times]
+        output.stage_seconds = [t.seconds for t in times]
+        output.stage_send_seconds = [t.send_seconds for t in times]
         return output
 
     def _sample(self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, output: ModelRunnerOutput) -> None:
