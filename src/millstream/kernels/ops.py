@@ -137,6 +137,7 @@ def make_ops(
     head_dim: int = 64,
     block_size: int = 32,
     quantization: str | None = None,
+    is_pinned: bool = False,
 ) -> Ops:
     """The operations called `name` for tensors of `dtype` ("float32", "bfloat16", "float16").
 
@@ -152,7 +153,7 @@ def make_ops(
     else:
         obstacle = native_obstacle(dtype=dtype, head_dim=head_dim, block_size=block_size)
     if not obstacle:
-        return NativeOps(dtype=dtype, threads=threads, quantization=quantization)
+        return NativeOps(dtype=dtype, threads=threads, quantization=quantization, is_pinned=is_pinned)
     if quantization is not None:
         raise ConfigError(f"--quantization is {quantization}: only the native kernels have it, but {obstacle}")
     if name == "native":

@@ -10,17 +10,17 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING
 
 from millstream.config import EngineConfig, ServerConfig
-from millstream.engine.async_llm import AsyncLLM
 from millstream.engine.client import EngineClient
 from millstream.hub.files import ModelFiles, resolve
 from millstream.log import log
 from millstream.messages import WorkerInfo
-from millstream.tokenizer.tokenizer import Tokenizer
+
+# what this process alone needs is imported while the engine process is loading: it takes a good part of a second
+if TYPE_CHECKING:
+    from millstream.engine.async_llm import AsyncLLM
 
 GIB = 2**30
 
@@ -58,12 +58,13 @@ async def _launch(engine: EngineConfig, server: ServerConfig) -> int:
 async def _serve(
     client: EngineClient, engine: EngineConfig, server: ServerConfig, files: ModelFiles, started: float
 ) -> int:
-    tokenizer = await asyncio.to_thread(Tokenizer.load, files, chat_template=engine.model.chat_template)
-    # imported while the engine process is loading: they take a good part of a second
+    from millstream.engine.async_llm import AsyncLLM
     from millstream.server.app import create_app
     from millstream.server.run import bind, serve
+    from millstream.tokenizer.tokenizer import Tokenizer
 
     sock = bind(server)
+    tokenizer = await asyncio.to_thread(Tokenizer.load, files, chat_template=engine.model.chat_template)
     name = server.served_model_name or files.name
     llm = AsyncLLM(client, config=engine, tokenizer=tokenizer, model_name=name)
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -97,6 +98,9 @@ async def _serve(
 
 
 async def _load(llm: AsyncLLM) -> WorkerInfo:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("Loading weights"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

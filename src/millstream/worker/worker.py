@@ -127,6 +127,7 @@ class Worker:
             head_dim=arch.head_dim,
             block_size=self._config.cache.block_size,
             quantization=self._config.model.quantization,
+            is_pinned=self._config.parallel.pin_threads,
         )
         # two pools that spin on the same cores would slow each other down
         torch.set_num_threads(threads if ops.name == "reference" else 1)
