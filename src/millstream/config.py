@@ -264,17 +264,19 @@ def read_yaml(path: str | None) -> dict[str, Any]:
     return {str(k).replace("-", "_"): v for k, v in data.items()}
 
 
+_KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
 def _convert(value: Any, kind: type, source: str) -> Any:
     """`value` from a YAML file or variable as `kind`; raises ConfigError naming `source`."""
     text = str(value).strip()
     try:
         if kind is bool:
-            return {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False}[
-                text.lower().replace("off", "false")
-            ]
+            return _BOOLS[text.lower()]
         return kind(text)
     except (KeyError, ValueError) as e:
-        raise ConfigError(f"{source} is {value!r}: it must be a {kind.__name__}") from e
+        raise ConfigError(f"{source} is {value!r}: it must be {_KINDS[kind]}") from e
 
 
 def build(cls: type[T], *, args: Mapping[str, Any], env: Mapping[str, str], file: Mapping[str, Any], **fixed: Any) -> T:
