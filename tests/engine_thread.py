@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,25 @@ from millstream.engine.async_llm import AsyncLLM
 from millstream.engine.client import EngineClient
 from millstream.engine.core import EngineCore
 from millstream.engine.process import EngineProcess, EngineSocket
-from millstream.messages import EngineFailed, EngineReady, Hello
+from millstream.messages import EngineFailed, EngineReady, Hello, ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeExecutor
+
+
+class HeldExecutor(FakeExecutor):
+    """Runs `num_free_steps` steps, then none until `release` is called: what a test does meanwhile comes in between."""
+
+    def __init__(self, num_free_steps: int, **more: Any) -> None:
+        super().__init__(**more)
+        self._num_free_steps = num_free_steps
+        self._gate = threading.Event()
+
+    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        if step.step_id >= self._num_free_steps:
+            self._gate.wait()
+        return super().submit(step)
+
+    def release(self) -> None:
+        self._gate.set()
 
 
 class LetterBackend:
@@ -99,5 +117,7 @@ async def running_llm(executor: FakeExecutor, *, batch_window: float = 0.0, **sc
     try:
         yield Running(llm, core, executor, die)
     finally:
+        if isinstance(executor, HeldExecutor):
+            executor.release()
         await llm.stop()
         assert not folder.exists()

@@ -10,7 +10,7 @@ import pytest
 from millstream.engine.output_processor import RequestOutput
 from millstream.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError
 from millstream.request import FinishReason, SamplingParams
-from tests.engine_thread import Running, letter, running_llm
+from tests.engine_thread import HeldExecutor, Running, letter, running_llm
 from tests.fakes import FakeExecutor, expected_tokens, params
 
 
@@ -59,9 +59,11 @@ async def test_n_answers_are_numbered() -> None:
 
 
 async def test_a_slow_reader_finds_its_deltas_merged() -> None:
-    async with running_llm(FakeExecutor()) as running:
+    executor = HeldExecutor(1)
+    async with running_llm(executor) as running:
         stream = running.llm.generate([1, 2], params(30), request_id="slow")
         first = await anext(stream)
+        executor.release()
         await until_idle(running)
         await asyncio.sleep(0.05)
         rest = [d async for d in stream]
@@ -92,10 +94,12 @@ async def test_the_stop_token_counts_but_is_not_shown() -> None:
 
 
 async def test_closing_the_iterator_frees_the_request() -> None:
-    async with running_llm(FakeExecutor()) as running:
+    executor = HeldExecutor(3)
+    async with running_llm(executor) as running:
         stream = running.llm.generate([1, 2], SamplingParams(seed=0), request_id="gone")
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
+        executor.release()
         await until_idle(running)
         running.core.check_integrity()
         assert 'request_success_total{finished_reason="abort",model_name="fake"} 1.0' in metrics(running)
@@ -125,7 +129,7 @@ async def test_what_cannot_run_is_refused_before_the_first_delta() -> None:
 
 
 async def test_the_queue_is_bounded() -> None:
-    async with running_llm(FakeExecutor(), max_num_seqs=1, max_num_waiting=1) as running:
+    async with running_llm(HeldExecutor(3), max_num_seqs=1, max_num_waiting=1) as running:
         streams = [running.llm.generate([i], params(100), request_id=f"r{i}") for i in range(3)]
         await anext(streams[0])
         waiting = asyncio.ensure_future(anext(streams[1]))
@@ -136,7 +140,7 @@ async def test_the_queue_is_bounded() -> None:
 
 
 async def test_a_dead_engine_fails_open_streams() -> None:
-    async with running_llm(FakeExecutor(num_blocks=1000, max_model_len=4000)) as running:
+    async with running_llm(HeldExecutor(3)) as running:
         stream = running.llm.generate([1, 2], SamplingParams(seed=0), request_id="r")
         await anext(stream)
         running.die()
@@ -149,19 +153,21 @@ async def test_a_dead_engine_fails_open_streams() -> None:
 
 
 async def test_an_exception_in_the_worker_is_told() -> None:
-    executor = FakeExecutor()
+    executor = HeldExecutor(3)
     async with running_llm(executor) as running:
         stream = running.llm.generate([1, 2], SamplingParams(seed=0), request_id="r")
         await anext(stream)
         executor.worker.memory.clear()
+        executor.release()
         with pytest.raises(EngineDeadError, match="IndexError"):
             async for _ in stream:
                 pass
 
 
 async def test_an_idle_engine_gathers_a_batch() -> None:
+    # the window is longer than the test may take: it ends because nothing more could join the first step
     executor = FakeExecutor(num_blocks=400)
-    async with running_llm(executor, batch_window=0.5, max_num_seqs=16, max_num_batched_tokens=512) as running:
+    async with running_llm(executor, batch_window=60, max_num_seqs=16, max_num_batched_tokens=512) as running:
         tasks = []
         for i in range(16):
             tasks.append(asyncio.create_task(collect(running, [i, i, i], params(4), f"r{i}")))
@@ -173,11 +179,14 @@ async def test_an_idle_engine_gathers_a_batch() -> None:
 
 
 async def test_nothing_waits_for_the_window_while_the_engine_runs() -> None:
-    executor = FakeExecutor(num_blocks=400, max_model_len=1500)
-    async with running_llm(executor, batch_window=0.2) as running:
+    executor = HeldExecutor(3, num_blocks=400, max_model_len=1500)
+    async with running_llm(executor, batch_window=0.01) as running:
         stream = running.llm.generate([1], params(1400), request_id="running")
         await anext(stream)
-        assert len(await collect(running, [2], params(3), "late")) > 0
+        late_one = asyncio.create_task(collect(running, [2], params(3), "late"))
+        await asyncio.sleep(0.05)
+        executor.release()
+        assert len(await late_one) > 0
         # the late one joined the running one's steps
         late = [s.request_ids for s in executor.worker.steps if "late" in s.request_ids]
         assert late[0] == ["running", "late"]
