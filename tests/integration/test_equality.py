@@ -100,6 +100,13 @@ def test_same_bits(alone: Callable[[str, str, str], Answers], name: str, dtype: 
     assert answers(PARAMS[name], dtype=dtype, **ROADS[road]) == alone("native", dtype, name)
 
 
+@needs_native
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_same_bits_in_tiny_chunks(alone: Callable[[str, str, str], Answers], chunk: int) -> None:
+    found = answers(PARAMS["greedy"], max_num_batched_tokens=chunk)
+    assert found == alone("native", "bfloat16", "greedy")
+
+
 @pytest.mark.parametrize("road", ["512", "16"])
 def test_same_tokens_with_torch(alone: Callable[[str, str, str], Answers], road: str) -> None:
     """The reference operations promise equal tokens in float32, not equal bits."""
