@@ -116,8 +116,16 @@ def test_same_tokens_with_torch(alone: Callable[[str, str, str], Answers], road:
     assert [x for _, p in found for x in p] == pytest.approx([x for _, p in reference for x in p], abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        pytest.param("native", "bfloat16", marks=needs_native),
+        pytest.param("native", "float32", marks=needs_native),
+        ("reference", "float32"),
+    ],
+)
 def test_same_tokens_after_preemption(
-    alone: Callable[[str, str, str], Answers], monkeypatch: pytest.MonkeyPatch
+    alone: Callable[[str, str, str], Answers], monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: str
 ) -> None:
     preempted = 0
     update = Scheduler.update
@@ -130,13 +138,11 @@ def test_same_tokens_after_preemption(
         return outputs
 
     monkeypatch.setattr(Scheduler, "update", counting)
-    kernels, dtype, bytes_per_token = (
-        ("native", "bfloat16", 23040) if native_available() else ("reference", "float32", 46080)
-    )
+    bytes_per_token = 46080 if dtype == "float32" else 23040
     memory = TIGHT_TOKENS * bytes_per_token / 2**30
     found = answers(PARAMS["seeded"], kernels=kernels, dtype=dtype, kv_cache_memory=memory, **TIGHT)
     reference = alone(kernels, dtype, "seeded")
     assert preempted > 0
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in reference]
-    if native_available():
+    if kernels == "native":
         assert found == reference

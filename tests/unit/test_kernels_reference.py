@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from millstream.errors import ConfigError
 from millstream.kernels import attention_plan
 from millstream.kernels.attention_plan import plan_attention
 from millstream.kernels.ops import make_ops
@@ -172,3 +174,16 @@ def test_rms_norm_is_computed_in_float32() -> None:
     weight = random(64, seed=1).bfloat16()
     wanted = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.float()
     assert torch.equal(ops.rms_norm(x, weight, 1e-5), wanted.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"name": "reference", "is_pinned": True}, "--pin-threads is on: .* but --kernels is reference"),
+        ({"name": "reference", "quantization": "int8"}, "--quantization is int8: .* but --kernels is reference"),
+        ({"name": "native", "dtype": "float16"}, "--kernels is native, but .*float16"),
+    ],
+)
+def test_what_only_the_native_kernels_do_is_refused_without_them(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_ops(**{"dtype": "float32", **asked})

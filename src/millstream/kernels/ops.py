@@ -142,8 +142,8 @@ def make_ops(
     """The operations called `name` for tensors of `dtype` ("float32", "bfloat16", "float16").
 
     "native" are the ones in C++, "reference" those in torch; "auto" takes the native ones where they can compute what
-    is asked for, and says in the log why not otherwise. Raises ConfigError where "native" or `quantization` can't be
-    had.
+    is asked for, and says in the log why not otherwise. Raises ConfigError where "native", `quantization` or pinned
+    threads can't be had.
     """
     from millstream.kernels.native import NativeOps, native_obstacle
     from millstream.kernels.reference import ReferenceOps
@@ -156,6 +156,8 @@ def make_ops(
         return NativeOps(dtype=dtype, threads=threads, quantization=quantization, is_pinned=is_pinned)
     if quantization is not None:
         raise ConfigError(f"--quantization is {quantization}: only the native kernels have it, but {obstacle}")
+    if is_pinned:
+        raise ConfigError(f"--pin-threads is on: only the native kernels pin their threads, but {obstacle}")
     if name == "native":
         raise ConfigError(f"--kernels is native, but {obstacle}")
     if name == "auto":
