@@ -60,7 +60,7 @@ class Bench:
         runtime, per_word = self.ops.runtime, 4 // self.ops.dtype.itemsize
         starts = itertools.cycle(range(self.memory.data_ptr(), self.memory.data_ptr() + CYCLED_BYTES, READ_BYTES))
         read = best_seconds(lambda: runtime.read_memory(next(starts), READ_BYTES), 4 * self.repeat)
-        count = 5_000
+        count = 80_000 if self.ops.level == "amx" else 5_000
         code = 0 if self.ops.dtype == torch.float32 else 1
         multiply = best_seconds(lambda: runtime.multiply(code, count), 2 * self.repeat)
         flop = count * 32 * 16 * per_word * 2 * self.ops.threads

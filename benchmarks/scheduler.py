@@ -3,8 +3,8 @@
     python benchmarks/scheduler.py [--running 64 1000 10000] [--depth 1] [--chunk-policy fixed] [--steps 50]
 
 All requests decode; what a step costs here is the engine's own time, during which a device might wait. With `--depth P`
-there are P steps in flight, so a step of the balanced policy holds a P-th of the requests. `--waiting` adds requests
-that find no room, which a step must not pay for.
+there are P steps in flight and one scheduled ahead, so a step of the balanced policy holds a P-th of the requests.
+`--waiting` adds requests that find no room, which a step must not pay for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_SIZE = 32
 
 def answer(step: SchedulerOutput) -> ModelRunnerOutput:
     """A token for each row that wants one."""
-    ids = [i for i, wanted in zip(step.request_ids, step.is_sampled, strict=True) if wanted]
+    ids = [i for i, wanted in zip(step.request_ids, step.num_sampled_tokens, strict=True) if wanted]
     return ModelRunnerOutput(step.step_id, ids, [[7]] * len(ids), stage_seconds=[0.01])
 
 
@@ -57,13 +57,14 @@ def full_scheduler(args: argparse.Namespace, num_running: int) -> tuple[Schedule
         scheduler.add(make_request(f"request-{number}", number))
     in_flight: deque[SchedulerOutput] = deque()
     while any(r.num_output_tokens == 0 for r in list(scheduler.requests.values())[:num_running]):
-        turn(scheduler, in_flight, args.depth)
+        turn(scheduler, in_flight)
     return scheduler, in_flight
 
 
-def turn(scheduler: Scheduler, in_flight: deque[SchedulerOutput], depth: int) -> tuple[float, float, int]:
-    """Fill the deque, settle a step: seconds of schedule(), of update(), and rows of the step settled."""
+def turn(scheduler: Scheduler, in_flight: deque[SchedulerOutput]) -> tuple[float, float, int]:
+    """Fill the deque as the engine does, settle a step: seconds of schedule() and of update(), rows of the step."""
     start = time.perf_counter()
+    depth = scheduler.num_stages + scheduler.async_scheduling
     while len(in_flight) < depth and (step := scheduler.schedule()) is not None:
         in_flight.append(step)
     scheduled = time.perf_counter()
@@ -85,7 +86,7 @@ def main() -> None:
     print(f"{'running':>8} {'rows':>6} {'schedule us':>12} {'update us':>10} {'us per row':>11}")
     for num_running in args.running:
         scheduler, in_flight = full_scheduler(args, num_running)
-        turns = [turn(scheduler, in_flight, args.depth) for _ in range(args.steps)]
+        turns = [turn(scheduler, in_flight) for _ in range(args.steps)]
         schedule_us, update_us = (statistics.median(t[i] for t in turns) * 1e6 for i in (0, 1))
         rows = statistics.mean(t[2] for t in turns)
         per_row = (schedule_us + update_us) / rows

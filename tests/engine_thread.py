@@ -7,17 +7,13 @@ import contextlib
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
 from millstream.config import EngineConfig, SchedulerConfig
 from millstream.engine.async_llm import AsyncLLM
-from millstream.engine.client import EngineClient
+from millstream.engine.client import EngineClient, EngineConnection, address_in
 from millstream.engine.core import EngineCore
 from millstream.engine.process import EngineProcess, EngineSocket
 from millstream.messages import EngineFailed, EngineReady, Hello, ModelRunnerOutput, SchedulerOutput
@@ -32,10 +28,10 @@ class HeldExecutor(FakeExecutor):
         self._num_free_steps = num_free_steps
         self._gate = threading.Event()
 
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        if step.step_id >= self._num_free_steps:
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if len(self.worker.steps) >= self._num_free_steps:
             self._gate.wait()
-        return super().submit(step)
+        return super().execute(step)
 
     def release(self) -> None:
         self._gate.set()
@@ -76,24 +72,33 @@ class Running:
     executor: FakeExecutor
     die: Any
     """Call it to stop the engine in mid-step and make its process look killed."""
+    config: EngineConfig
+    client: EngineClient
+
+
+async def connected(client: EngineConnection, config: EngineConfig) -> AsyncLLM:
+    """An AsyncLLM over a connection to the engine, ready to run requests."""
+    llm = AsyncLLM(client, config=config, tokenizer=LetterTokenizer(), model_name="fake")  # type: ignore[arg-type]
+    await llm.start()
+    return llm
 
 
 @contextlib.asynccontextmanager
 async def running_llm(executor: FakeExecutor, *, batch_window: float = 0.0, **scheduler: int) -> AsyncIterator[Running]:
     folder = Path(tempfile.mkdtemp(prefix="millstream-test-"))
-    address = f"ipc://{folder / 'engine'}"
-    config = EngineConfig(scheduler=SchedulerConfig(**{"max_num_batched_tokens": 64, **scheduler}))
+    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "batch_window_ms": batch_window * 1000, **scheduler}
+    config = EngineConfig(scheduler=SchedulerConfig(**settings))
     core = EngineCore(config, executor)
     process = ThreadAsProcess()
     loop = asyncio.get_running_loop()
 
     def run() -> None:
-        socket = EngineSocket(address)
+        socket = EngineSocket(address_in(folder))
         (hello,) = socket.receive(None)
         assert isinstance(hello[1], Hello)
         socket.broadcast(EngineReady(core.info))
         try:
-            EngineProcess(core, socket, batch_window=batch_window).run()
+            EngineProcess(core, socket, config.scheduler).run()
         except Exception as e:
             socket.broadcast(EngineFailed(type(e).__name__, str(e)))
         finally:
@@ -102,20 +107,15 @@ async def running_llm(executor: FakeExecutor, *, batch_window: float = 0.0, **sc
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(address)
-    client = EngineClient(process, socket, folder)  # type: ignore[arg-type]
-    await client.send(Hello())
-    llm = AsyncLLM(client, config=config, tokenizer=LetterTokenizer(), model_name="fake")  # type: ignore[arg-type]
-    await llm.start()
+    client = EngineClient(process, folder)
+    llm = await connected(client, config)
 
     def die() -> None:
         executor.submit = lambda step: threading.Event().wait()  # type: ignore[method-assign,assignment,return-value]
         process.exited.set_result(-9)
 
     try:
-        yield Running(llm, core, executor, die)
+        yield Running(llm, core, executor, die, config, client)
     finally:
         if isinstance(executor, HeldExecutor):
             executor.release()

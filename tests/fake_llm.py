@@ -105,6 +105,7 @@ class Call:
     priority: int
     cache_salt: str
     skip_special_tokens: bool
+    interval: int
     is_aborted: bool = False
     is_ended: bool = False
     num_steps: int = 0
@@ -168,8 +169,9 @@ class FakeLLM:
         cache_salt: str = "",
         skip_special_tokens: bool = True,
         has_progress: bool = False,
+        interval: int = 1,
     ) -> AsyncIterator[FakeOutput]:
-        call = Call(prompt_token_ids, params, request_id, priority, cache_salt, skip_special_tokens)
+        call = Call(prompt_token_ids, params, request_id, priority, cache_salt, skip_special_tokens, interval)
         self.calls.append(call)
         if self.is_dead:
             raise EngineDeadError("the engine's process 4711 was killed")

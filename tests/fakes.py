@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import NamedTuple
 
 from millstream.config import CacheConfig, EngineConfig, SchedulerConfig
@@ -21,6 +22,8 @@ from millstream.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from millstream.request import Request, SamplingParams
 from millstream.sched.cost_model import StepLoad
 from millstream.sched.scheduler import Scheduler
+from millstream.sim.executor import Pipe, StepTimes
+from millstream.worker.step_queue import StepQueue
 
 VOCAB = 1000
 EOS = 999
@@ -80,7 +83,13 @@ class FakeWorker:
         for request_id, block_ids in zip(step.request_ids, step.new_block_ids, strict=True):
             self.known[request_id].block_ids += block_ids
         rows = list(
-            zip(step.request_ids, step.num_computed_tokens, step.num_scheduled_tokens, step.is_sampled, strict=True)
+            zip(
+                step.request_ids,
+                step.num_computed_tokens,
+                step.num_scheduled_tokens,
+                step.num_sampled_tokens,
+                strict=True,
+            )
         )
         # first all writes, then all reads, as every real worker does
         for request_id, start, count, _ in rows:
@@ -91,14 +100,14 @@ class FakeWorker:
                 block = self.memory[known.block_ids[position // self.block_size]]
                 block[position % self.block_size] = known.token_ids[position]
         output = ModelRunnerOutput(step.step_id, [], [])
-        for request_id, start, count, is_sampled in rows:
+        for request_id, start, count, num_wanted in rows:
             known = self.known[request_id]
             context = [
                 self.memory[known.block_ids[p // self.block_size]][p % self.block_size] for p in range(start + count)
             ]
             assert context == known.token_ids[: start + count], f"{request_id} reads what is not its own"
-            assert is_sampled == (start + count == len(known.token_ids))
-            if is_sampled:
+            assert (num_wanted > 0) == (start + count == len(known.token_ids))
+            if num_wanted:
                 token = next_token(known.token_ids)
                 known.token_ids.append(token)
                 output.request_ids.append(request_id)
@@ -107,35 +116,65 @@ class FakeWorker:
 
 
 class FakeExecutor:
-    """Runs a FakeWorker's steps in order, each only when its result is asked for (or later steps' are)."""
+    """Runs a FakeWorker's steps in order, each only when its result is asked for (or later steps' are).
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 200, depth: int = 1) -> None:
+    `depth` decisions may be in flight, and one more where scheduling runs ahead (`is_ahead`).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 200,
+        depth: int = 1,
+        is_ahead: bool = True,
+    ) -> None:
         self.depth = depth
         self.worker = FakeWorker(num_blocks=num_blocks, block_size=block_size)
         self.info = worker_info(num_blocks, block_size, max_model_len=min(max_model_len, num_blocks * block_size))
-        self.queue: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self.queue = StepQueue()
+        self.submitted: list[SchedulerOutput] = []
+        self.awaited: dict[int, deque[Future[ModelRunnerOutput]]] = {}
+        self._max_in_flight = depth + is_ahead
 
     def start(self, on_progress: OnProgress) -> WorkerInfo:
         on_progress(1, 1)
         return self.info
 
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+    def submit(self, step: SchedulerOutput) -> list[Future[ModelRunnerOutput]]:
+        futures = [self._future() for _ in range(step.num_steps)]
+        self.queue.put(step)
+        self.submitted.append(step)
+        self.awaited[step.step_id] = deque(futures)
+        assert len(self.awaited) <= self._max_in_flight, "more steps in flight than the executor is deep"
+        return futures
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Let the worker run a step."""
+        return self.worker.execute(step)
+
+    def run_next(self) -> None:
+        """Run the step whose turn it is."""
+        step = self.queue.take()
+        self.awaited[step.step_id].popleft().set_result(self.execute(step))
+        if not self.awaited[step.step_id]:
+            del self.awaited[step.step_id]
+
+    def _future(self) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()
         result = future.result
 
         def run_until_done(timeout: float | None = None) -> ModelRunnerOutput:
-            while not future.done():
-                next_step, next_future = self.queue.popleft()
-                next_future.set_result(self.worker.execute(next_step))
+            while future in chain.from_iterable(self.awaited.values()):
+                self.run_next()
             return result(timeout)
 
         future.result = run_until_done  # type: ignore[method-assign]
-        self.queue.append((step, future))
-        assert len(self.queue) <= self.depth, "more steps in flight than the executor is deep"
         return future
 
     def shutdown(self) -> None:
-        self.queue.clear()
+        """Nothing runs."""
 
 
 def make_core(
@@ -145,9 +184,12 @@ def make_core(
     max_num_batched_tokens: int = 16,
     chunk_policy: str | None = None,
     chunk_pipelining: bool = True,
+    async_scheduling: bool = False,
+    num_scheduler_steps: int = 1,
+    adaptive_steps: bool = True,
     **cache: object,
 ) -> EngineCore:
-    """An EngineCore over a fake executor, with a clock that counts calls."""
+    """An EngineCore over a fake executor, with a clock that counts calls; scheduling does not run ahead."""
     ticks = iter(range(10**9))
     config = EngineConfig(
         scheduler=SchedulerConfig(
@@ -155,6 +197,9 @@ def make_core(
             max_num_batched_tokens=max_num_batched_tokens,
             chunk_policy=chunk_policy,
             chunk_pipelining=chunk_pipelining,
+            async_scheduling=async_scheduling,
+            num_scheduler_steps=num_scheduler_steps,
+            adaptive_steps=adaptive_steps,
         ),
         cache=CacheConfig(**cache),  # type: ignore[arg-type]
     )
@@ -173,13 +218,14 @@ def make_request(
     priority: int = 0,
     arrival_time: float = 0.0,
     max_model_len: int = 100_000,
+    stop_token_ids: Sequence[int] = (),
 ) -> Request:
     """A request as the scheduler gets it."""
     return Request(
         request_id=request_id,
         prompt_token_ids=list(prompt),
         sampling_params=params(max_tokens),
-        stop_token_ids=frozenset(),
+        stop_token_ids=frozenset(stop_token_ids),
         max_model_len=max_model_len,
         priority=priority,
         arrival_time=arrival_time,
@@ -189,7 +235,9 @@ def make_request(
 def load_of(step: SchedulerOutput) -> StepLoad:
     """A step's load, told from its columns: a row of one sampled token counts as a decode."""
     load = StepLoad()
-    for start, count, sampled in zip(step.num_computed_tokens, step.num_scheduled_tokens, step.is_sampled, strict=True):
+    for start, count, sampled in zip(
+        step.num_computed_tokens, step.num_scheduled_tokens, step.num_sampled_tokens, strict=True
+    ):
         if count == 1 and sampled:
             load.num_decodes += 1
             load.decode_context += start + 1
@@ -218,8 +266,8 @@ class TimedStep(NamedTuple):
 class FakePipeline:
     """Stages in a row that do nothing but take time, in a time of their own; every answer is the same token.
 
-    A stage takes one step at a time, `seconds` of its load, and hands it to the next stage. The loop is that of
-    EngineCore: fill the deque, wait for its oldest step.
+    A stage takes one step at a time, `seconds` of its load, and hands it to the next stage; the first one waits for the
+    tokens that it needs. The loop is that of EngineCore: fill the deque, wait for its oldest step.
     """
 
     def __init__(self, scheduler: Scheduler, *, num_stages: int, seconds: Callable[[StepLoad], float]) -> None:
@@ -229,7 +277,8 @@ class FakePipeline:
         self.token_times: dict[str, list[float]] = {}
         self._seconds = seconds
         self._num_stages = num_stages
-        self._stage_free = [0.0] * num_stages
+        self._depth = num_stages + scheduler.async_scheduling
+        self._pipe = Pipe(num_stages)
         self._in_flight: deque[TimedStep] = deque()
 
     def run(self, arrivals: Sequence[Request], *, until: float = float("inf")) -> None:
@@ -246,21 +295,21 @@ class FakePipeline:
                 self.now = coming[0].arrival_time
 
     def _fill(self) -> None:
-        while len(self._in_flight) < self._num_stages and (step := self.scheduler.schedule()) is not None:
+        while len(self._in_flight) < self._depth and (step := self.scheduler.schedule()) is not None:
+            assert step.num_steps == 1
             load = load_of(step)
             seconds = self._seconds(load)
-            done = self.now
-            for stage, free in enumerate(self._stage_free):
-                done = self._stage_free[stage] = max(done, free) + seconds
+            times = StepTimes(host=0.0, stages=[seconds] * self._num_stages, send=0.0, back=0.0)
+            landed = self._pipe.push(step, times, self.now)
             predicted = self.scheduler.cost_model.predict(load)
-            self._in_flight.append(TimedStep(step, load, seconds, predicted, self.now, done))
+            self._in_flight.append(TimedStep(step, load, seconds, predicted, self.now, landed))
 
     def _land(self) -> None:
         step = self._in_flight.popleft()
         self.steps.append(step)
         self.now = max(self.now, step.landed)
         output = step.output
-        ids = [i for i, wanted in zip(output.request_ids, output.is_sampled, strict=True) if wanted]
+        ids = [i for i, wanted in zip(output.request_ids, output.num_sampled_tokens, strict=True) if wanted]
         result = ModelRunnerOutput(
             output.step_id, ids, [[7]] * len(ids), stage_seconds=[step.seconds] * self._num_stages
         )

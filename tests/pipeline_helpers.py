@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 
 from millstream.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from millstream.engine.core import EngineCore
-from millstream.executor.base import Executor, OnProgress, Wake, make_executor
-from millstream.executor.multiproc import MultiprocExecutor
+from millstream.executor.base import Executor, OnProgress, WaitingExecutor, Wake, make_executor
 from millstream.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from millstream.request import Request, SamplingParams
 
@@ -97,12 +96,12 @@ class Started:
     def start(self, on_progress: OnProgress) -> WorkerInfo:
         return self.info
 
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+    def submit(self, step: SchedulerOutput) -> list[Future[ModelRunnerOutput]]:
         self.steps.append(step)
         return self.executor.submit(step)
 
     def wait(self, wake: Wake | None = None) -> None:
-        assert isinstance(self.executor, MultiprocExecutor)
+        assert isinstance(self.executor, WaitingExecutor)
         self.executor.wait(wake)
 
     def kill(self) -> None:

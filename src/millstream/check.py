@@ -9,8 +9,11 @@ from millstream.config import EngineConfig
 from millstream.errors import ConfigError, MillstreamError
 from millstream.hub.files import ModelFiles, resolve
 from millstream.models.arch import ModelArch
+from millstream.models.sizes import model_bytes
+from millstream.parallel.stage import stages_of
 from millstream.tokenizer.tokenizer import Tokenizer
 from millstream.worker.kv_cache import KVCachePlan, available_memory, plan_kv_cache
+from millstream.worker.stage_cost import choose_layer_split
 
 GIB = 2**30
 _CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -19,21 +22,23 @@ _CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def check(config: EngineConfig) -> int:
     """Print architecture, sizes, KV cache plan and chat template; 0 if it would run, else 1.
 
-    Raises ModelError for a model that isn't there or isn't supported.
+    Raises ModelError for a model that isn't there or isn't supported, ConfigError for stages that don't fit it.
     """
     console = Console(highlight=False)
     files = resolve(config.model.model, cache_dir=config.model.cache_dir)
     arch = ModelArch.from_files(files)
     dtype = arch.compute_dtype(config.model.dtype)
     available = available_memory()
-    console.print(_facts(files, arch, dtype, config, available))
+    stages = stages_of(choose_layer_split(arch, config.parallel))
+    weight_bytes = model_bytes(arch, stages, dtype, quantization=config.model.quantization)
+    console.print(_facts(files, arch, dtype, config, weight_bytes, available))
     try:
         plan = plan_kv_cache(
             config.cache,
             bytes_per_token=arch.kv_bytes_per_token(dtype),
             model_len=arch.max_position,
             max_model_len=config.model.max_model_len,
-            available=available - arch.weight_bytes(dtype),
+            available=available - weight_bytes,
         )
     except ConfigError as e:
         console.print(f"[red]Would not start:[/red] {e}")
@@ -42,7 +47,9 @@ def check(config: EngineConfig) -> int:
     return 0
 
 
-def _facts(files: ModelFiles, arch: ModelArch, dtype: str, config: EngineConfig, available: int) -> Table:
+def _facts(
+    files: ModelFiles, arch: ModelArch, dtype: str, config: EngineConfig, weight_bytes: int, available: int
+) -> Table:
     table = Table(show_header=False, box=None)
     for name, value in (
         ("Model", f"{files.name}  ({files.kind}, {files.path})"),
@@ -53,7 +60,7 @@ def _facts(files: ModelFiles, arch: ModelArch, dtype: str, config: EngineConfig,
         ("Context", f"{arch.max_position:,} tokens"),
         ("Parameters", f"{arch.num_parameters() / 1e6:,.1f} M"),
         ("Checkpoint", arch.checkpoint_dtype),
-        ("Weights", f"{arch.weight_bytes(dtype) / GIB:.2f} GiB in {dtype}"),
+        ("Weights", f"{weight_bytes / GIB:.2f} GiB in {config.model.quantization or dtype}"),
         ("Memory available", f"{available / GIB:.1f} GiB"),
         ("Chat template", _template(files, config)),
         ("Kernels", _kernels(arch, dtype, config)),

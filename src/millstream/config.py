@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-import yaml
-
 from millstream.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2"
@@ -106,7 +104,19 @@ class SchedulerConfig(_Settings):
     chunk_pipelining: bool = _setting(
         True, "compute a prompt's next chunk in the first stage while the one before is in a later stage"
     )
+    async_scheduling: bool = _setting(
+        True, "schedule a next token before the one in the making is known, so that no worker waits for the engine"
+    )
+    num_scheduler_steps: int = _setting(
+        1, "tokens of each answer for one scheduling decision; each is streamed as it is made", low=1, high=1024
+    )
+    adaptive_steps: bool = _setting(True, "decide for one token at a time while prompts are waiting or being computed")
     max_num_waiting: int = _setting(4096, "requests in the queue, at most; more are answered with 429", low=1)
+
+    @property
+    def max_num_open(self) -> int:
+        """Requests that run or wait, at most."""
+        return self.max_num_seqs + self.max_num_waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +212,12 @@ class ServerConfig(_Settings):
     sse_ping_interval: float = _setting(
         15.0, "seconds between the comments that keep a quiet stream's connection open; 0: none", low=0, high=86400
     )
+    stream_interval: int = _setting(
+        1, "tokens in a chunk of a stream, at least; the first comes at once, the last with what is there", low=1
+    )
+    api_processes: int = _setting(
+        1, "processes that answer HTTP, for when one is the bottleneck: about 25,000 streamed tokens/s", low=1, high=64
+    )
     enable_debug: bool = _setting(False, "answer POST /debug/trace/start and /debug/trace/stop")
     max_request_bytes: int = _setting(8 * 2**20, "largest request body, in bytes", low=1024)
     log_level: str | None = _setting(None, "how much to log", choices=("debug", "info", "warning", "error"))
@@ -255,6 +271,8 @@ def read_yaml(path: str | None) -> dict[str, Any]:
     """The settings in a YAML file, with `_` for `-` in their names."""
     if path is None:
         return {}
+    import yaml  # most starts read no file
+
     try:
         data = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, yaml.YAMLError) as e:

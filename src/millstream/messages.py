@@ -7,10 +7,15 @@ is described once, afterwards only what changed. All are msgspec structs sent as
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
-from millstream.config import EngineConfig
+from millstream.config import EngineConfig, ServerConfig
 from millstream.request import FinishReason, SamplingParams
+
+MAX_MESSAGE_BYTES = 256 * 2**20
+"""What a socket takes in one piece."""
 
 # -- API process -> engine process ------------------------------------------------------------------------------
 
@@ -38,7 +43,10 @@ class AbortRequests(msgspec.Struct, array_like=True, tag="abort"):
 
 
 class TraceTo(msgspec.Struct, array_like=True, tag="trace"):
-    """From now on write what every stage does to this file, and no longer to the one before; None: to none."""
+    """From now on write what every stage does to this file, or to none. One that is being written goes on till then.
+
+    The engine tells all clients in the same form where it writes to now.
+    """
 
     path: str | None
 
@@ -46,12 +54,21 @@ class TraceTo(msgspec.Struct, array_like=True, tag="trace"):
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
     """A client's first message: from now on the engine can write to it."""
 
+    takes_outputs: bool = True
+    """False: it only wants to know how the engine starts and ends."""
+
+
+class ClientGone(msgspec.Struct, array_like=True, tag="gone"):
+    """A client has ended without a word: abort what it asked for, and take no more of it."""
+
+    name: str
+
 
 class Shutdown(msgspec.Struct, array_like=True, tag="shutdown"):
     """End the engine process."""
 
 
-ToEngine = EngineRequest | AbortRequests | TraceTo | Hello | Shutdown
+ToEngine = EngineRequest | AbortRequests | TraceTo | Hello | ClientGone | Shutdown
 
 # -- engine process -> API process ------------------------------------------------------------------------------
 
@@ -165,7 +182,7 @@ class EngineFailed(msgspec.Struct, array_like=True, tag="failed"):
     message: str
 
 
-FromEngine = EngineOutputs | RequestRefused | EngineProgress | EngineReady | EngineFailed
+FromEngine = EngineOutputs | RequestRefused | EngineProgress | EngineReady | EngineFailed | TraceTo
 
 
 class EngineStart(msgspec.Struct):
@@ -174,6 +191,25 @@ class EngineStart(msgspec.Struct):
     config: EngineConfig
     address: str
     log_level: str | None = None
+
+
+# -- parent process -> API process, where there are several -----------------------------------------------------
+
+
+class ApiStart(msgspec.Struct):
+    """The one line on an API process's standard input; another one says why the engine has ended, and the pipe's end
+    that there is nothing more to serve."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    address: str
+    """The engine's."""
+    name: str
+    """Of this process, as the engine knows it; never used twice."""
+    place: int
+    """0 for the first of `server.api_processes`, and so on."""
+    channel_fd: int
+    """An inherited socket: accepted connections come from it, one byte each; `LISTENING` and `READY` go into it."""
 
 
 # -- engine process <-> worker ----------------------------------------------------------------------------------
@@ -194,9 +230,13 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True, tag="step"):
-    """One step: which requests, how many tokens of each, and what changed since the last step."""
+    """One step: which requests, how many tokens of each, and what changed since the last step.
+
+    Where rows want several tokens, it is the first of as many steps: the worker goes on by itself with `next_step`.
+    """
 
     step_id: int
+    """The same for all steps of one decision."""
     forget_ids: list[str]
     """Requests that are finished, aborted or preempted: drop all you keep of them, first."""
     new_requests: list[NewRequest]
@@ -207,16 +247,42 @@ class SchedulerOutput(msgspec.Struct, array_like=True, tag="step"):
     num_scheduled_tokens: list[int]
     new_block_ids: list[list[int]]
     """Blocks to append to the tables of requests already known (empty for new ones)."""
-    is_sampled: list[bool]
-    """Whether a next token is wanted: false for all but the last chunk of a prompt."""
+    num_sampled_tokens: list[int]
+    """How many next tokens are wanted, one from each step: none of any but the last chunk of a prompt."""
+    num_steps: int = 1
+    """This one and those that follow from it; as many as the row that wants most."""
 
     @property
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens)
 
+    def next_step(self, without: Collection[str] = ()) -> SchedulerOutput | None:
+        """The step that follows without a new decision: one token more for each row that wants more than one.
+
+        `without`: requests that were forgotten since. Without them the step may have no rows; it is one all the same.
+        """
+        if self.num_steps == 1:
+            return None
+        names, starts, counts = self.request_ids, self.num_computed_tokens, self.num_scheduled_tokens
+        rows = [i for i, wanted in enumerate(self.num_sampled_tokens) if wanted > 1 and names[i] not in without]
+        return SchedulerOutput(
+            step_id=self.step_id,
+            forget_ids=[],
+            new_requests=[],
+            request_ids=[names[i] for i in rows],
+            num_computed_tokens=[starts[i] + counts[i] for i in rows],
+            num_scheduled_tokens=[1] * len(rows),
+            new_block_ids=[[]] * len(rows),
+            num_sampled_tokens=[self.num_sampled_tokens[i] - 1 for i in rows],
+            num_steps=self.num_steps - 1,
+        )
+
 
 class ModelRunnerOutput(msgspec.Struct, array_like=True, tag="result"):
-    """What a step brought: a list of new tokens for each row that wanted one, in the batch's order."""
+    """What a step brought: a list of new tokens for each row that wanted one, in the batch's order.
+
+    Several steps of one decision are as many of these, sent as they are done.
+    """
 
     step_id: int
     request_ids: list[str]

@@ -2,7 +2,8 @@
 
 A Request is a few integers; everything else is derived. `num_tokens` are known (prompt and output),
 `num_computed_tokens` have their keys and values settled in the KV cache, `num_in_flight_tokens` are being
-computed by steps that have not landed yet. The scheduler moves computed towards known; there are no phases.
+computed by steps that have not landed yet, which sample `num_pending_tokens`. The scheduler moves computed towards
+known and pending; there are no phases.
 """
 
 from __future__ import annotations
@@ -179,8 +180,14 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_output_tokens = min(room, sampling_params.max_tokens or room)
+        self.max_num_tokens = self.num_prompt_tokens + self.max_output_tokens
+        """Prompt and longest possible output."""
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
+        self.num_pending_tokens = 0
+        """Tokens that steps in flight sample: only the workers know them."""
+        self.pending_step_id = -1
+        """The last step that samples some."""
         self.num_cached_tokens = 0
         """Prompt tokens whose keys and values came from the prefix cache when it was first scheduled."""
         self.num_preemptions = 0
@@ -206,13 +213,13 @@ class Request:
 
     @property
     def num_new_tokens(self) -> int:
-        """Known tokens that no step has been given yet."""
-        return self.num_tokens - self.num_scheduled_until
+        """Known and pending tokens that no step has been given yet."""
+        return self.num_tokens + self.num_pending_tokens - self.num_scheduled_until
 
     @property
-    def max_num_tokens(self) -> int:
-        """Prompt and longest possible output."""
-        return self.num_prompt_tokens + self.max_output_tokens
+    def num_wanted_tokens(self) -> int:
+        """Output tokens to come after the known and pending ones, unless it stops before."""
+        return self.max_num_tokens - self.num_tokens - self.num_pending_tokens
 
     @property
     def is_finished(self) -> bool:

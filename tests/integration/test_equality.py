@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -38,9 +38,16 @@ Answers = list[tuple[list[int], list[float]]]
 """Tokens and their log-probabilities."""
 
 
-def answers(params: SamplingParams, *, together: bool = True, repeat: int = 1, **settings: Any) -> Answers:
+def answers(
+    params: SamplingParams,
+    *,
+    prompts: Sequence[str] = PROMPTS,
+    together: bool = True,
+    repeat: int = 1,
+    **settings: Any,
+) -> Answers:
     llm = LLM("smollm2", **{"kv_cache_memory": 0.25, "dtype": "bfloat16", **settings})
-    chats = [[{"role": "user", "content": p}] for p in PROMPTS]
+    chats = [[{"role": "user", "content": p}] for p in prompts]
     try:
         for _ in range(repeat):
             if together:
@@ -67,7 +74,12 @@ PARAMS = {
         max_tokens=NUM_TOKENS,
     ),
 }
-ALONE = {"together": False, "enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+ALONE = {
+    "together": False,
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": 2048,
+    "async_scheduling": False,
+}
 ROADS = {
     "batch": {"max_num_batched_tokens": 2048, "enable_prefix_caching": False},
     "512": {"max_num_batched_tokens": 512},
@@ -77,7 +89,14 @@ ROADS = {
     "five-at-once": {"max_num_batched_tokens": 64, "block_size": 16, "max_num_seqs": 5},
     "one-thread": {"max_num_batched_tokens": 64, "threads": 1},
     "two-stages": {"max_num_batched_tokens": 64, "pipeline_parallel_size": 2},
+    "sync": {"max_num_batched_tokens": 64, "async_scheduling": False},
+    "sync-8-steps": {"async_scheduling": False, "num_scheduler_steps": 8},
+    "8-steps": {"num_scheduler_steps": 8, "adaptive_steps": False, "max_num_seqs": 5},
+    "two-stages-3-steps": {"num_scheduler_steps": 3, "pipeline_parallel_size": 2},
 }
+# for pipelines of several stages, which take seconds to start
+FEW = PROMPTS[7:12]
+FEW_PARAMS = SamplingParams(temperature=0, logprobs=1, max_tokens=24)
 # 16 requests of 60 to 270 tokens in a cache that holds about 400: they push each other out
 TIGHT = {"block_size": 16}
 TIGHT_TOKENS = 400
@@ -105,6 +124,26 @@ def test_same_bits(alone: Callable[[str, str, str], Answers], name: str, dtype: 
 def test_same_bits_in_tiny_chunks(alone: Callable[[str, str, str], Answers], chunk: int) -> None:
     found = answers(PARAMS["greedy"], max_num_batched_tokens=chunk)
     assert found == alone("native", "bfloat16", "greedy")
+
+
+@pytest.fixture(scope="module")
+def few_alone() -> Answers:
+    return answers(FEW_PARAMS, prompts=FEW, **ALONE)
+
+
+@needs_native
+@pytest.mark.parametrize("split", ["11,12,7", "3,9,8,10"])
+def test_same_bits_over_uneven_stages(few_alone: Answers, split: str) -> None:
+    num_stages = split.count(",") + 1
+    found = answers(
+        FEW_PARAMS,
+        prompts=FEW,
+        max_num_batched_tokens=64,
+        pipeline_parallel_size=num_stages,
+        pipeline_layer_split=split,
+        threads=num_stages,
+    )
+    assert found == few_alone
 
 
 @pytest.mark.parametrize("road", ["512", "16"])

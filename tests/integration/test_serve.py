@@ -220,7 +220,7 @@ def test_check_shows_the_plan() -> None:
     found = run_cli("check", "smollm2", "--kv-cache-memory", "1")
     assert found.returncode == 0
     assert "134.5 M" in found.stdout
-    assert "0.25 GiB in bfloat16" in found.stdout
+    assert "0.30 GiB in bfloat16" in found.stdout
     # 1 GiB / (30 layers * 2 * 3 heads * 64 * 2 bytes * 32 tokens) = 1456 blocks
     assert "46,592 tokens in 1,456 blocks of 32" in found.stdout
     assert re.search(r"8 │\s+5,824", found.stdout)

@@ -72,10 +72,11 @@ async def test_a_slow_reader_finds_its_deltas_merged() -> None:
         assert rest[0].num_output_tokens == 30
 
 
-async def test_a_stop_string_ends_the_answer_and_the_engines_request() -> None:
+@pytest.mark.parametrize("num_steps", [1, 4])
+async def test_a_stop_string_ends_the_answer_and_the_engines_request(num_steps: int) -> None:
     wanted = expected_tokens([1, 2], 50)
     stop = text_of(wanted[7:9])
-    async with running_llm(FakeExecutor()) as running:
+    async with running_llm(FakeExecutor(), num_scheduler_steps=num_steps) as running:
         deltas = await collect(running, [1, 2], params(190, stop=(stop,)))
         assert "".join(d.text for d in deltas) == text_of(wanted[:7])
         last = deltas[-1]
@@ -106,14 +107,19 @@ async def test_closing_the_iterator_frees_the_request() -> None:
 
 
 async def test_cancelling_while_waiting_frees_the_request() -> None:
-    async with running_llm(FakeExecutor(num_blocks=20), max_num_seqs=1) as running:
-        first = asyncio.create_task(collect(running, [1], params(70), "first"))
+    executor = HeldExecutor(3, num_blocks=20)
+    async with running_llm(executor, max_num_seqs=1) as running:
+        first = running.llm.generate([1], params(70), request_id="first")
+        await anext(first)
         second = asyncio.create_task(collect(running, [2], params(70), "second"))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         second.cancel()
-        assert len(await first) > 0
+        executor.release()
+        assert [d async for d in first]
         await until_idle(running)
         running.core.check_integrity()
+        # it left while it waited, so no step was spent on it
+        assert not any("second" in step.request_ids for step in executor.worker.steps)
 
 
 async def test_what_cannot_run_is_refused_before_the_first_delta() -> None:

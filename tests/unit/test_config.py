@@ -103,12 +103,13 @@ def test_the_list_of_settings_is_what_the_documentation_was_written_for() -> Non
         *("dtype", "quantization", "max_model_len", "chat_template", "cache_dir"),
         *("block_size", "kv_cache_memory", "enable_prefix_caching"),
         *("max_num_seqs", "max_num_batched_tokens", "batch_window_ms"),
-        *("chunk_policy", "target_tpot_ms", "chunk_pipelining", "max_num_waiting"),
+        *("chunk_policy", "target_tpot_ms", "chunk_pipelining"),
+        *("async_scheduling", "num_scheduler_steps", "adaptive_steps", "max_num_waiting"),
         *("threads", "pipeline_parallel_size", "pipeline_layer_split", "watchdog_timeout"),
         *("pin_threads", "device", "hardware", "kernels"),
         "trace",
         *("host", "port", "served_model_name", "api_key", "seed", "repeat_last_n"),
-        *("sse_ping_interval", "enable_debug", "max_request_bytes", "log_level"),
+        *("sse_ping_interval", "stream_interval", "api_processes", "enable_debug", "max_request_bytes", "log_level"),
     ]
 
 

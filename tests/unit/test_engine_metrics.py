@@ -7,8 +7,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from millstream.config import EngineConfig, SchedulerConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.metrics import EngineMetrics
-from millstream.executor.simulated import SimulatedExecutor, StepTimes, VirtualClock
 from millstream.messages import EngineRequest, SchedulerOutput, SchedulerStats, WorkerInfo
+from millstream.sim.executor import SimulatedExecutor, StepTimes, VirtualClock
 from tests.fakes import params
 
 

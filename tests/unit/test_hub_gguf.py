@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from millstream.errors import ModelError
 from millstream.hub.gguf import read_gguf
+from millstream.hub.gguf_types import BY_NUMBER
 
 
 def write_sample(path: Path) -> bytes:
@@ -66,6 +67,11 @@ def test_metadata_values(sample: tuple[Path, bytes]) -> None:
         "a.ints": [1, 2, 3],
         "a.texts": ["x", "", "ÿ"],
     }
+
+
+def test_the_types_are_those_of_the_gguf_package() -> None:
+    package = {int(t): (int(t), t.name, *sizes) for t, sizes in gguf.constants.GGML_QUANT_SIZES.items()}
+    assert package == BY_NUMBER
 
 
 def test_tensors_lie_where_the_header_says(sample: tuple[Path, bytes]) -> None:

@@ -6,14 +6,16 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from millstream.errors import ConfigError, EngineDeadError, MillstreamError
 from millstream.executor.base import Executor, make_executor
-from millstream.messages import SchedulerOutput
+from millstream.executor.stage_process import StageProcess
+from millstream.messages import SchedulerOutput, WorkerStart
+from millstream.parallel.stage import Stage
 from millstream.request import SamplingParams
 from tests.pipeline_helpers import Pipeline, Session, engine_config, save_tiny_model
 
@@ -107,8 +109,8 @@ def test_an_idle_stage_hangs(model: Path) -> None:
 def test_a_stage_raises(model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.log.log.propagate", True)
     pipeline = Pipeline(engine_config(model, pipeline_parallel_size=2))
-    step = SchedulerOutput(0, [], [], ["nobody"], [0], [1], [[]], [True])
-    future = pipeline.executor.submit(step)
+    step = SchedulerOutput(0, [], [], ["nobody"], [0], [1], [[]], [1])
+    (future,) = pipeline.executor.submit(step)
     expect_death(pipeline, future.result, r"Stage \d .* failed: KeyError: 'nobody'")
     assert "input_batch.py" in caplog.text
 
@@ -136,6 +138,33 @@ def test_a_stage_that_can_not_start_says_why(model: Path) -> None:
     with pytest.raises(MillstreamError, match="--max-model-len is 5000: this model's context holds 512") as caught:
         executor.start(lambda done, total: None)
     assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_is_stopped_while_it_starts(model: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    init = StageProcess.__init__
+
+    def stopped(self: StageProcess, start: WorkerStart, stage: Stage, *, inherited: Sequence[int]) -> None:
+        init(self, start, stage, inherited=inherited)
+        if start.rank == rank:
+            os.kill(self.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(StageProcess, "__init__", stopped)
+    executor = make_executor(engine_config(model, pipeline_parallel_size=2, watchdog_timeout=1.0))
+    with pytest.raises(EngineDeadError, match=rf"Stage {rank} .* hangs: no answer for 1 s \(--watchdog-timeout\)"):
+        executor.start(lambda done, total: None)
+
+
+def test_a_stage_hangs_while_it_loads(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # opening a pipe that nobody writes to takes for ever
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    os.mkfifo(tmp_path / "model.safetensors")
+    executor = make_executor(engine_config(tmp_path, pipeline_parallel_size=2, watchdog_timeout=1.0))
+    with pytest.raises(EngineDeadError, match=r"Stage 0 \(layers 0 to 1\) hangs: no answer for 1 s"):
+        executor.start(lambda done, total: None)
+    assert re.search(
+        r"most recent call first.*weights/checkpoint\.py\", line \d+ in", capfd.readouterr().err, re.DOTALL
+    )
 
 
 def test_two_pipelines_side_by_side(model: Path) -> None:

@@ -69,6 +69,18 @@ def test_a_row_has_the_same_bits_in_every_batch(level: str, dtype: str, quantiza
 
 
 @pytest.mark.parametrize("level", levels)
+def test_rows_too_wide_for_the_caches(level: str) -> None:
+    ops = NativeOps(dtype="bfloat16", level=level, threads=2)
+    x, w, _, bias, residual = weights((70, 16_400, 40), ops.dtype)
+    packed = ops.pack_linear(w, bias)
+    found = ops.linear_add(x, packed, residual.clone())
+    expected = x.double() @ w.double().T + bias.double() + residual.double()
+    assert relative_error(found, expected) < tolerances["bfloat16"]
+    for i in range(70):
+        assert torch.equal(ops.linear_add(x[i : i + 1], packed, residual[i : i + 1].clone()), found[i : i + 1])
+
+
+@pytest.mark.parametrize("level", levels)
 def test_argmax_takes_the_lowest_of_equals(level: str) -> None:
     ops = NativeOps(dtype="float32", level=level, threads=2)
     w = torch.zeros(200, 4)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from millstream.kernels.native import native_available
+from millstream.kernels.native import LEVELS, native_available, native_level
 
 PROGRAM = """
 import sys
@@ -50,3 +50,26 @@ def test_pinned_threads_keep_to_a_cpu_each() -> None:
     found = subprocess.run([sys.executable, "-c", PINNED], capture_output=True, text=True)
     # and the program's end, with the threads asleep, is clean
     assert (found.returncode, found.stderr) == (0, "")
+
+
+REFUSED = """
+import ctypes
+# With a signal stack too small for the tile registers Linux keeps them from the process.
+class Stack(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+memory = ctypes.create_string_buffer(8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(memory), 0, 8192)), None) == 0
+from millstream.kernels.native import NativeOps, native_level
+print(native_level())
+try:
+    NativeOps(dtype="bfloat16", level="amx")
+except ValueError as e:
+    print(e)
+"""
+
+
+@pytest.mark.skipif(not native_available() or native_level() != "amx", reason="needs a processor with AMX")
+def test_without_the_tile_registers_the_level_below_runs() -> None:
+    found = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True)
+    below = LEVELS[LEVELS.index("amx") - 1]
+    assert found.stdout.splitlines() == [below, f"level is amx: this processor has at most {below}"]

@@ -18,6 +18,15 @@ ROOT = Path(__file__).parents[2]
 TESTS = ("attention", "linear", "rows", "plan", "sampling")
 
 
+# An editable installation would put its own modules before these.
+CONFTEST = """
+import sys
+from pathlib import Path
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+from millstream.kernels import _native
+assert Path(_native.__file__).is_relative_to(Path(__file__).parent), f"{_native.__file__} is not the sanitized module"
+"""
+
 MISSING = [name for name in ("cmake", "g++") if not shutil.which(name)]
 MISSING += ["nanobind"] * (importlib.util.find_spec("nanobind") is None)
 
@@ -37,6 +46,7 @@ def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path: Path) -> N
         subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libstdc++.so")
     ]
+    (source / "conftest.py").write_text(CONFTEST)
     env = os.environ | {
         "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter itself never frees some objects

@@ -34,6 +34,7 @@ def pipeline(
     num_blocks: int = 4000,
     max_num_seqs: int = 64,
     prior: StepCosts = COSTS,
+    async_scheduling: bool = True,
 ) -> FakePipeline:
     scheduler = make_scheduler(
         SchedulerConfig(
@@ -42,6 +43,7 @@ def pipeline(
             chunk_policy=policy,
             chunk_pipelining=chunk_pipelining,
             target_tpot_ms=target_tpot_ms,
+            async_scheduling=async_scheduling,
         ),
         worker_info(num_blocks, 32),
         enable_prefix_caching=False,
@@ -176,19 +178,31 @@ def test_without_chunk_pipelining_a_chunk_waits_for_the_one_before() -> None:
 # -- decodes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(("depth", "count"), [(2, 16), (3, 16), (4, 5), (4, 3)])
-def test_a_burst_is_spread_over_the_steps_in_flight(depth: int, count: int) -> None:
-    line = pipeline(depth=depth)
+def test_a_burst_is_spread_over_the_steps_in_flight(depth: int, count: int, async_scheduling: bool) -> None:
+    line = pipeline(depth=depth, async_scheduling=async_scheduling)
     line.run([prompt(f"r{i}", 8, 50) for i in range(count)])
     part = -(-count // depth)
     assert max(step.load.num_decodes for step in line.steps) == part
-    # in the steady part each runs once in every `depth` steps: no step is empty while another is full
+    # in the steady part each runs once in a round of `depth` steps, or of as many as it takes to have them all: a step
+    # decided ahead, when those of several others are back, is filled up to the part
     steady = [step.load.num_decodes for step in line.steps[len(line.steps) // 3 : len(line.steps) * 2 // 3]]
-    window = min(depth, count)
+    window = -(-count // part) if async_scheduling else min(depth, count)
     assert all(sum(steady[i : i + window]) == count for i in range(len(steady) - window))
     # and nobody is passed over for long: a round takes no more than `depth` steps of its own size
     longest = max(max(line.gaps(f"r{i}")[depth:]) for i in range(count))
     assert longest < 1.5 * depth * max(s.seconds for s in line.steps[depth * 2 :])
+
+
+@pytest.mark.parametrize("policy", ["fixed", "balanced"])
+def test_requests_at_different_stages_do_not_wait_for_each_other(policy: str) -> None:
+    line = pipeline(depth=4, policy=policy)
+    line.run([prompt(f"r{i}", 8, 50, at=0.006 * i) for i in range(3)])
+    # one round through the stages from token to token, though a step could wait for all three
+    longest = max(s.seconds for s in line.steps if s.load.num_decodes)
+    # the first tokens apart, while the others' prompts are computed
+    assert all(gap < 4.001 * longest for i in range(3) for gap in line.gaps(f"r{i}")[3:])
 
 
 def test_fixed_policy_leaves_a_burst_in_one_step() -> None:

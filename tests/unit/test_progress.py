@@ -96,7 +96,7 @@ def test_each_client_gets_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Any
     socket = EngineSocket(f"ipc://{tmp_path / 'engine'}")
     try:
         sent: list[tuple[bytes, EngineOutputs]] = []
-        monkeypatch.setattr(socket, "_clients", [b"one", b"two", b"three"])
+        monkeypatch.setattr(socket, "_clients", dict.fromkeys([b"one", b"two", b"three"], True))
         monkeypatch.setattr(socket, "send", lambda client, message: sent.append((client, message)))
         socket.owners = {"a": b"one", "b": b"two"}
         progress = {"a": PromptProgress(1, 0), "b": PromptProgress(2, 0)}

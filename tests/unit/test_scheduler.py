@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 from millstream.engine.core import EngineCore
 from millstream.errors import ContextLengthError, InvalidRequestError
-from millstream.messages import EngineRequest
+from millstream.messages import EngineRequest, ModelRunnerOutput
 from millstream.request import FinishReason, SamplingParams
 from millstream.sched.block_pool import BlockPool
 from tests.fakes import EOS, VOCAB, FakeExecutor, expected_tokens, make_core, next_token, params
+
+Ahead = dict[str, Any]
+
+ROADS: list[Ahead] = [
+    {},
+    {"async_scheduling": True},
+    {"num_scheduler_steps": 4},
+    {"async_scheduling": True, "num_scheduler_steps": 3},
+    {"async_scheduling": True, "num_scheduler_steps": 8, "adaptive_steps": False},
+]
+"""How far scheduling runs ahead of what is known."""
 
 
 def add(core: EngineCore, request_id: str, prompt: list[int], p: SamplingParams, **more: object) -> None:
@@ -60,9 +74,10 @@ def test_one_request_gets_the_models_tokens() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("budget", [1, 3, 16, 500])
 @pytest.mark.parametrize("caching", [True, False])
-def test_batch_chunks_and_depth_do_not_change_tokens(depth: int, budget: int, caching: bool) -> None:
+@pytest.mark.parametrize("ahead", ROADS)
+def test_batch_chunks_and_depth_do_not_change_tokens(depth: int, budget: int, caching: bool, ahead: Ahead) -> None:
     executor = FakeExecutor(num_blocks=100, depth=depth)
-    core = make_core(executor, max_num_batched_tokens=budget, enable_prefix_caching=caching)
+    core = make_core(executor, max_num_batched_tokens=budget, enable_prefix_caching=caching, **ahead)
     prompts = {f"r{i}": prompt_of(i % 3, 5 + 7 * i) for i in range(6)}
     for name, prompt in prompts.items():
         add(core, name, prompt, params(9))
@@ -91,7 +106,7 @@ def test_chunks_of_one_prompt_are_in_flight_together() -> None:
     add(core, "a", prompt_of(1, 48), params(1))
     core.step()
     # three steps were submitted before the first one's result was asked for
-    starts = [s.num_computed_tokens for s in executor.worker.steps + [s for s, _ in executor.queue]]
+    starts = [s.num_computed_tokens for s in executor.submitted]
     assert starts == [[0], [16], [32]]
     run(core)
 
@@ -150,10 +165,11 @@ def test_cached_tokens_are_reported_and_counted() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_preemption_loses_no_token(depth: int) -> None:
+@pytest.mark.parametrize("ahead", ROADS)
+def test_preemption_loses_no_token(depth: int, ahead: Ahead) -> None:
     # 10 blocks of 4 hold 40 tokens; four requests grow to 36 each
     executor = FakeExecutor(num_blocks=10, depth=depth)
-    core = make_core(executor, max_num_batched_tokens=32)
+    core = make_core(executor, max_num_batched_tokens=32, **ahead)
     prompts = {f"r{i}": prompt_of(i, 6) for i in range(4)}
     for name, prompt in prompts.items():
         add(core, name, prompt, params(30))
@@ -240,8 +256,9 @@ def test_what_can_never_run_is_refused() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("steps", range(6))
-def test_an_abort_in_any_phase_frees_everything_and_harms_nobody(depth: int, steps: int) -> None:
-    core = make_core(FakeExecutor(depth=depth, num_blocks=40), max_num_batched_tokens=8)
+@pytest.mark.parametrize("ahead", ROADS)
+def test_an_abort_in_any_phase_frees_everything_and_harms_nobody(depth: int, steps: int, ahead: Ahead) -> None:
+    core = make_core(FakeExecutor(depth=depth, num_blocks=40), max_num_batched_tokens=8, **ahead)
     prompts = {"gone": prompt_of(1, 20), "stays": prompt_of(2, 15)}
     for name, prompt in prompts.items():
         add(core, name, prompt, params(5))
@@ -285,3 +302,157 @@ def test_a_block_stays_fenced_until_the_last_step_that_may_touch_it_has_landed()
     pool.land(7)
     assert (pool.num_free, pool.num_fenced) == (2, 0)
     pool.check_integrity()
+
+
+def test_a_next_token_is_scheduled_while_the_one_before_is_in_the_making() -> None:
+    executor = FakeExecutor()
+    core = make_core(executor, async_scheduling=True)
+    add(core, "a", [1, 2, 3], params(3))
+    core.step()
+    # the first step has been settled, and the second was submitted before it
+    assert [s.num_computed_tokens for s in executor.submitted] == [[0], [3]]
+    core.step()
+    core.step()
+    # max_tokens is known beforehand: no step is wasted on what comes after it
+    assert [s.num_computed_tokens for s in executor.worker.steps] == [[0], [3], [4]]
+    assert not core.has_work
+    core.check_integrity()
+
+
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_a_stop_found_late_wastes_a_decision_at_most_and_is_the_end(num_steps: int) -> None:
+    executor = FakeExecutor()
+    core = make_core(executor, async_scheduling=True, num_scheduler_steps=num_steps)
+    prompt = prompt_of(1, 7)
+    wanted = expected_tokens(prompt, 20)
+    assert wanted[5] not in wanted[:5]
+    add(core, "a", prompt, params(20, stop_token_ids=(wanted[5],)))
+    assert run(core) == {"a": wanted[:6]}
+    # with one token a step, the step after the stop is the only one too many; else its whole block and one more
+    assert len(executor.worker.steps) <= 6 + (1 if num_steps == 1 else 2 * num_steps)
+    assert core.scheduler.kv_cache.usage == 0
+
+
+def test_each_step_of_a_decision_brings_its_tokens() -> None:
+    executor = FakeExecutor()
+    core = make_core(executor, num_scheduler_steps=4)
+    for name, count in (("a", 6), ("b", 3)):
+        add(core, name, prompt_of(2, 5), params(count))
+    rows = []
+    while core.has_work:
+        outputs = core.step()
+        assert outputs is not None
+        assert all(len(new) == 1 for new in outputs.new_token_ids)
+        rows.append(outputs.request_ids)
+    # the prompts' step is for one token each, as they are waiting; then 4 for "a" and the 2 left for "b", then the rest
+    assert rows == [["a", "b"], ["a", "b"], ["a", "b"], ["a"], ["a"], ["a"]]
+    assert [s.step_id for s in executor.worker.steps] == [0, 1, 1, 1, 1, 2]
+
+
+def test_blocks_for_all_steps_of_a_decision_come_before_it() -> None:
+    executor = FakeExecutor(block_size=4)
+    core = make_core(executor, num_scheduler_steps=8)
+    add(core, "a", [1, 2, 3], params(20))
+    core.step()
+    core.step()
+    # tokens 3 to 10 are computed on, the eighth of them sampled and not
+    assert executor.worker.steps[1].new_block_ids == [[1, 2]]
+    run(core)
+
+
+def test_where_blocks_for_many_steps_lack_one_step_is_taken() -> None:
+    # 3 blocks of 4: the answer ends in the last place
+    executor = FakeExecutor(num_blocks=3, block_size=4)
+    core = make_core(executor, num_scheduler_steps=8, adaptive_steps=False)
+    add(core, "a", [1, 2, 3], params(5))
+    add(core, "b", [4, 5, 6], params(5))
+    assert run(core) == {"a": expected_tokens([1, 2, 3], 5), "b": expected_tokens([4, 5, 6], 5)}
+
+
+def test_a_waiting_prompt_makes_decisions_short_if_it_may() -> None:
+    for adaptive in (True, False):
+        executor = FakeExecutor(num_blocks=100)
+        core = make_core(executor, num_scheduler_steps=8, adaptive_steps=adaptive, max_num_batched_tokens=16)
+        add(core, "a", [1, 2], params(30))
+        core.step()
+        add(core, "b", prompt_of(1, 60), params(2))
+        run(core)
+        chunks = [s for s in executor.worker.steps if any(n > 1 for n in s.num_scheduled_tokens)]
+        assert all((s.num_steps == 1) == adaptive for s in chunks[1:-1])
+
+
+def test_a_newcomer_waits_for_one_step_of_a_decision_in_flight() -> None:
+    executor = FakeExecutor()
+    core = make_core(executor, async_scheduling=True, num_scheduler_steps=8)
+    add(core, "a", [1, 2], params(30))
+    core.step()
+    core.step()
+    add(core, "b", [3, 4], params(2))
+    run(core)
+    steps = [(s.step_id, s.request_ids) for s in executor.worker.steps]
+    # "b" comes while "a" is in the first of its eight steps: it is next, then they take turns
+    assert steps[:4] == [(0, ["a"]), (1, ["a"]), (2, ["b"]), (1, ["a"])]
+
+
+def test_a_request_aborted_within_a_decision_is_gone_with_the_next_step() -> None:
+    executor = FakeExecutor()
+    core = make_core(executor, async_scheduling=True, num_scheduler_steps=8)
+    for name in ("a", "b"):
+        add(core, name, prompt_of(3, 4), params(30))
+    for _ in range(3):
+        core.step()
+    assert core.abort("a")
+    outputs = core.step()
+    assert outputs is not None and outputs.request_ids == ["b"]
+    assert core.scheduler.num_running == 1
+    # whoever comes next makes the worker forget it: it is computed no longer
+    add(core, "c", prompt_of(4, 4), params(2))
+    core.step()
+    core.step()
+    at = next(i for i, s in enumerate(executor.worker.steps) if "c" in s.request_ids)
+    assert all("a" not in s.request_ids for s in executor.worker.steps[at:])
+    run(core)
+
+
+def test_a_stage_gets_a_decode_when_its_token_should_have_come_back() -> None:
+    executor = FakeExecutor(depth=2)
+    core = make_core(executor, async_scheduling=True, chunk_policy="balanced")
+    for i in range(2):
+        add(core, f"r{i}", prompt_of(i, 3), params(8))
+    run(core)
+    steps = [s.request_ids for s in executor.worker.steps if s.num_tokens == 1]
+    # they take turns: in between each other's steps a token gets from the last stage to the first
+    assert all(a != b for a, b in itertools.pairwise(steps[:10]))
+
+
+def test_alone_a_request_does_not_wait_for_the_engine() -> None:
+    executor = FakeExecutor(depth=2)
+    core = make_core(executor, async_scheduling=True)
+    add(core, "a", [1, 2, 3], params(5))
+    core.step()
+    assert [s.num_computed_tokens for s in executor.submitted] == [[0], [3]]
+    run(core)
+
+
+class _Racing(FakeExecutor):
+    """Whoever asks whether a step has landed hears how it was before several more did."""
+
+    def _future(self) -> Future[ModelRunnerOutput]:
+        future = super()._future()
+        done = future.done
+
+        def done_before_others() -> bool:
+            was_done = done()
+            while self.queue:
+                self.run_next()
+            return was_done
+
+        future.done = done_before_others  # type: ignore[method-assign]
+        return future
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 8])
+def test_steps_that_land_while_one_looks_are_settled_in_order(num_steps: int) -> None:
+    core = make_core(_Racing(), async_scheduling=True, num_scheduler_steps=num_steps)
+    add(core, "a", [1, 2, 3], params(30))
+    assert run(core) == {"a": expected_tokens([1, 2, 3], 30)}

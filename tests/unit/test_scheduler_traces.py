@@ -7,7 +7,7 @@ steps behind an earlier one, as in a pipeline, so a block handed on too early is
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from millstream.config import SchedulerConfig
 from millstream.messages import ModelRunnerOutput, SchedulerOutput
 from millstream.sched.factory import make_scheduler
+from millstream.worker.step_queue import StepQueue
 from tests.fakes import FakeWorker, expected_tokens, make_request, next_token, worker_info
 
 BLOCK_SIZE = 4
@@ -35,10 +36,16 @@ class Ledger:
         for new in step.new_requests:
             self._ends[new.request_id] = new.num_computed_tokens
         assert {new.request_id for new in step.new_requests} <= set(step.request_ids)
-        columns = zip(step.request_ids, step.num_computed_tokens, step.num_scheduled_tokens, strict=True)
-        for request_id, start, count in columns:
+        columns = zip(
+            step.request_ids,
+            step.num_computed_tokens,
+            step.num_scheduled_tokens,
+            step.num_sampled_tokens,
+            strict=True,
+        )
+        for request_id, start, count, wanted in columns:
             assert start == self._ends[request_id], f"{request_id} skips tokens, or computes some twice"
-            self._ends[request_id] = start + count
+            self._ends[request_id] = start + count + max(0, wanted - 1)
 
 
 class Trace:
@@ -55,6 +62,9 @@ class Trace:
         policy: str,
         chunk_pipelining: bool,
         caching: bool,
+        async_scheduling: bool = False,
+        num_scheduler_steps: int = 1,
+        adaptive_steps: bool = True,
     ) -> None:
         self.random = random.Random(seed)
         self.depth, self.num_blocks, self.budget = depth, num_blocks, budget
@@ -64,16 +74,25 @@ class Trace:
                 max_num_batched_tokens=budget,
                 chunk_policy=policy,
                 chunk_pipelining=chunk_pipelining,
+                async_scheduling=async_scheduling,
+                num_scheduler_steps=num_scheduler_steps,
+                adaptive_steps=adaptive_steps,
             ),
             worker_info(num_blocks, BLOCK_SIZE),
             enable_prefix_caching=caching,
             depth=depth,
         )
         self.stages = [FakeWorker(num_blocks=num_blocks, block_size=BLOCK_SIZE) for _ in range(depth)]
-        # before each stage, and, last, what the engine has not settled
-        self.queues: list[deque[SchedulerOutput]] = [deque() for _ in range(depth)]
+        self.queues = [StepQueue() for _ in range(depth)]
+        self.held: SchedulerOutput | None = None
+        # before each stage but the first: the order in which the one before it took its steps
+        self.orders: list[deque[int]] = [deque() for _ in range(depth)]
+        # tokens on their way from the last stage to the first
+        self.returning: Counter[str] = Counter()
         self.done: deque[ModelRunnerOutput] = deque()
-        self.num_in_flight = 0
+        self.max_in_flight = depth + async_scheduling
+        self.in_flight: dict[int, SchedulerOutput] = {}
+        self.num_landed: Counter[int] = Counter()
         self.num_preempted = self.num_cached = self.num_aborted = 0
         self.ledger = Ledger()
         self.chunk_pipelining = chunk_pipelining
@@ -87,9 +106,18 @@ class Trace:
         length = rng.randint(1, capacity - 1 if rng.random() < 0.2 else min(14, capacity - 1))
         count = min(rng.randint(1, 12), capacity - length)
         prompt = random.Random(rng.randint(0, 2)).choices(range(900), k=length)
-        request = make_request(name, prompt, count, priority=rng.randint(-1, 1), arrival_time=float(len(self.wanted)))
+        wanted = expected_tokens(prompt, count)
+        stops = rng.sample(wanted, 1) if rng.random() < 0.3 else []
+        request = make_request(
+            name,
+            prompt,
+            count,
+            priority=rng.randint(-1, 1),
+            arrival_time=float(len(self.wanted)),
+            stop_token_ids=stops,
+        )
         self.scheduler.add(request)
-        self.wanted[name] = expected_tokens(prompt, count)
+        self.wanted[name] = wanted[: wanted.index(stops[0]) + 1] if stops else wanted
 
     def abort(self) -> None:
         if self.scheduler.requests:
@@ -98,10 +126,14 @@ class Trace:
             self.aborted.add(name)
 
     def schedule(self) -> bool:
-        if self.num_in_flight == self.depth:
+        if len(self.in_flight) == self.max_in_flight:
             return False
-        in_flight = {name for queue in self.queues for step in queue for name in step.request_ids}
-        in_flight |= {name for step in self.settling for name in step.request_ids}
+        in_flight = {
+            name
+            for step in self.in_flight.values()
+            for name, wanted in zip(step.request_ids, step.num_sampled_tokens, strict=True)
+            if max(1, wanted) > self.num_landed[step.step_id]
+        }
         epochs = {r.request_id: r.num_preemptions for r in self.scheduler.requests.values()}
         step = self.scheduler.schedule()
         requests = self.scheduler.requests.values()
@@ -109,31 +141,41 @@ class Trace:
             assert self.scheduler.backlog.load.num_tokens <= sum(r.num_tokens == 1 for r in requests)
         if step is None:
             return False
-        for new in step.new_requests:
-            again = self.scheduler.requests[new.request_id].num_preemptions > epochs[new.request_id]
+        new_ids = {new.request_id for new in step.new_requests}
+        for name in new_ids:
+            again = self.scheduler.requests[name].num_preemptions > epochs[name]
             assert not again, "admitted on the blocks that it was made to give up"
         if not self.chunk_pipelining:
-            overlapping = set(step.request_ids) & in_flight - {new.request_id for new in step.new_requests}
-            assert not overlapping, "a chunk is scheduled before the one before has landed"
+            chunks = zip(step.request_ids, step.num_computed_tokens, strict=True)
+            prompts = {n for n, start in chunks if start < self.scheduler.requests[n].num_prompt_tokens}
+            assert not prompts & in_flight - new_ids, "a chunk is scheduled before the one before has landed"
         self.ledger.check(step, budget=self.budget)
-        self.num_in_flight += 1
-        self.queues[0].append(step)
+        self.in_flight[step.step_id] = step
+        for queue in self.queues:
+            queue.put(step)
         return True
 
-    @property
-    def settling(self) -> list[SchedulerOutput]:
-        """Steps that all stages are done with and the engine is not."""
-        return self.stages[-1].steps[len(self.stages[-1].steps) - len(self.done) :]
-
     def compute(self, stage: int) -> bool:
-        """A stage does its next step, if there is one."""
-        if not self.queues[stage]:
+        """A stage does its next step, if there is one and what it needs has come."""
+        order = self.orders[stage]
+        if not (order if stage else self.held or self.queues[0]):
             return False
-        step = self.queues[stage].popleft()
-        result = self.stages[stage].execute(step)
-        if stage + 1 < self.depth:
-            self.queues[stage + 1].append(step)
+        if stage == 0:
+            # the first stage takes a step and then waits for the tokens that it computes on
+            self.held = step = self.held or self.queues[0].take()
+            if any(self.returning[name] for name in step.request_ids):
+                return False
+            self.held = None
         else:
+            step = self.queues[stage].take(order.popleft())
+        result = self.stages[stage].execute(step)
+        sampled = [n for n, wanted in zip(step.request_ids, step.num_sampled_tokens, strict=True) if wanted]
+        if stage == 0:
+            self.returning.update(sampled)
+        if stage + 1 < self.depth:
+            self.orders[stage + 1].append(step.step_id)
+        else:
+            self.returning.subtract(sampled)
             self.done.append(result)
         return True
 
@@ -143,7 +185,9 @@ class Trace:
         result = self.done.popleft()
         result.stage_seconds = [self.random.uniform(0.01, 0.1) for _ in self.stages]
         news = self.scheduler.update(result)
-        self.num_in_flight -= 1
+        self.num_landed[result.step_id] += 1
+        if self.num_landed[result.step_id] == self.in_flight[result.step_id].num_steps:
+            del self.in_flight[result.step_id]
         assert news.stats is not None
         self.num_preempted += news.stats.num_preemptions
         self.num_cached += news.stats.num_prefix_hits
@@ -167,7 +211,7 @@ class Trace:
                 self.abort()
             self.move()
         for _ in range(20_000):
-            if not self.scheduler.has_work and not self.num_in_flight:
+            if not self.scheduler.has_work and not self.in_flight:
                 break
             self.move()
         self.check()
@@ -193,6 +237,9 @@ class Trace:
     policy=st.sampled_from(["fixed", "balanced"]),
     chunk_pipelining=st.booleans(),
     caching=st.booleans(),
+    async_scheduling=st.booleans(),
+    num_scheduler_steps=st.sampled_from([1, 1, 2, 4, 8]),
+    adaptive_steps=st.booleans(),
 )
 def test_random_traces(
     seed: int,
@@ -203,6 +250,9 @@ def test_random_traces(
     policy: str,
     chunk_pipelining: bool,
     caching: bool,
+    async_scheduling: bool,
+    num_scheduler_steps: int,
+    adaptive_steps: bool,
 ) -> None:
     Trace(
         seed,
@@ -213,12 +263,16 @@ def test_random_traces(
         policy=policy,
         chunk_pipelining=chunk_pipelining,
         caching=caching,
+        async_scheduling=async_scheduling,
+        num_scheduler_steps=num_scheduler_steps,
+        adaptive_steps=adaptive_steps,
     ).run()
 
 
 @pytest.mark.parametrize("policy", ["fixed", "balanced"])
 @pytest.mark.parametrize("chunk_pipelining", [True, False])
-def test_traces_are_hard_enough(policy: str, chunk_pipelining: bool) -> None:
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
+def test_traces_are_hard_enough(policy: str, chunk_pipelining: bool, num_scheduler_steps: int) -> None:
     """Preemptions, prefix hits and aborts do occur in them."""
     preempted = cached = aborted = 0
     for seed in range(25):
@@ -231,6 +285,8 @@ def test_traces_are_hard_enough(policy: str, chunk_pipelining: bool) -> None:
             policy=policy,
             chunk_pipelining=chunk_pipelining,
             caching=True,
+            async_scheduling=True,
+            num_scheduler_steps=num_scheduler_steps,
         )
         trace.run()
         preempted += trace.num_preempted
@@ -246,7 +302,7 @@ def test_one_slot_and_tiny_chunks_do_not_stall() -> None:
     for i in range(4):
         trace.add(f"r{i}")
     for _ in range(20_000):
-        if not trace.scheduler.has_work and not trace.num_in_flight:
+        if not trace.scheduler.has_work and not trace.in_flight:
             break
         trace.move()
     trace.check()

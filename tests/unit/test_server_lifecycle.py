@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -18,10 +19,10 @@ import pytest
 from millstream.config import ServerConfig
 from millstream.errors import ConfigError, EngineDeadError
 from millstream.request import FinishReason
-from millstream.server import respond, run
+from millstream.server import listen, respond, run
 from millstream.server.app import create_app
 from millstream.server.prompts import LONG_TEXT_LEN
-from tests.fake_llm import MODEL, FakeLLM, app_of, call, served, until
+from tests.fake_llm import MODEL, FakeLLM, FakeOutput, app_of, call, served, until
 
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hi"}]
@@ -51,6 +52,47 @@ async def test_a_client_that_leaves_aborts_its_request(stream: bool, num_steps: 
         await asyncio.wait_for(llm.aborted.wait(), WAIT)
         assert llm.calls[0].is_aborted
         assert llm.calls[0].num_steps == num_steps
+
+
+class FloodLLM(FakeLLM):
+    """Answers with 64 KiB at a time, for ever, as soon as the one before was taken."""
+
+    num_taken = 0
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        try:
+            while True:
+                await asyncio.sleep(0)
+                yield FakeOutput("flood", 0, text="x" * 2**16, token_ids=[120], num_output_tokens=1)
+                self.num_taken += 1
+        finally:
+            self.aborted.set()
+
+
+async def test_a_reader_that_does_not_read_takes_no_more_and_may_leave() -> None:
+    llm = FloodLLM()
+    async with served(llm) as url, aiohttp.ClientSession() as session:
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            data = json.dumps(body(stream=True)).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+            slow.sendall(head.encode() + b"\r\n\r\n" + data)
+
+            async def takes_more() -> bool:
+                before = llm.num_taken
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                return llm.num_taken > before or llm.num_taken == 0
+
+            while await takes_more():
+                pass
+            # what the kernel and the socket's queue hold, not what the engine could make
+            assert llm.num_taken < 200
+            async with session.get(url + "/health") as response:
+                assert response.status == 200
+            assert not llm.aborted.is_set()
+        await asyncio.wait_for(llm.aborted.wait(), WAIT)
 
 
 async def test_leaving_aborts_every_prompt_of_a_request() -> None:
@@ -184,20 +226,20 @@ async def test_long_texts_are_tokenized_off_the_loop(path: str) -> None:
 
 
 async def test_a_port_in_use_is_told_before_anything_else() -> None:
-    taken = run.bind(ServerConfig(port=0))
+    taken = listen.bind(ServerConfig(port=0))
     port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match=f"--port is {port}"):
-        run.bind(ServerConfig(port=port))
+        listen.bind(ServerConfig(port=port))
     with pytest.raises(ConfigError, match="--port"):
         await run.serve(app_of(FakeLLM()), ServerConfig(port=port), lambda url: None)
     taken.close()
     with pytest.raises(ConfigError, match="--host"):
-        run.bind(ServerConfig(host="no.such.host.invalid", port=0))
+        listen.bind(ServerConfig(host="no.such.host.invalid", port=0))
 
 
 async def test_the_bound_socket_is_the_one_served() -> None:
     config = ServerConfig(port=0)
-    sock = run.bind(config)
+    sock = listen.bind(config)
     stop, urls = asyncio.Event(), asyncio.Queue[str]()
     task = asyncio.create_task(run.serve(app_of(FakeLLM()), config, urls.put_nowait, sock=sock, stop=stop))
     url = await urls.get()

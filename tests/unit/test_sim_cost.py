@@ -61,13 +61,24 @@ def flat(**changes: object) -> dict[str, object]:
 
 
 def make_cost(
-    tmp_path: Path, *, card: str = "smollm2-135m", stages: int = 1, tp: int = 1, **changes: object
+    tmp_path: Path,
+    *,
+    card: str = "smollm2-135m",
+    stages: int = 1,
+    tp: int = 1,
+    quantization: str | None = None,
+    **changes: object,
 ) -> CostModel:
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(flat(**changes)))
     parallel = ParallelConfig(pipeline_parallel_size=stages)
     return CostModel(
-        load_card(card), load_hardware(str(path)), dtype="bfloat16", parallel=parallel, tensor_parallel_size=tp
+        load_card(card),
+        load_hardware(str(path)),
+        dtype="bfloat16",
+        parallel=parallel,
+        tensor_parallel_size=tp,
+        quantization=quantization,
     )
 
 
@@ -222,6 +233,37 @@ def test_tensor_parallelism_divides_the_work_and_adds_all_reduces(tmp_path: Path
         make_cost(tmp_path, card="llama-3.1-8b", tp=3)
 
 
+def test_int8_halves_the_weights_and_has_a_peak_of_its_own(tmp_path: Path) -> None:
+    decode, chunk = make_step([(0, 1, True)]), make_step([(0, 1000, False)])
+    params = load_card("smollm2-135m").num_parameters()
+
+    def seconds(step: SchedulerOutput, **changes: object) -> float:
+        return make_cost(tmp_path, **changes)(step).stages[0]  # type: ignore[arg-type]
+
+    reading = {"peak_tflops": {"bfloat16": 1e6}}
+    # a byte and the sixteenth part of its group's scale, at 1 GB/s; norms, keys and values are a percent of that
+    assert seconds(decode, quantization="int8", **reading) == pytest.approx(params * 1.0625 / 1e9, rel=0.02)
+    multiplying = {"bandwidth_gbs": 1e6}
+    bfloat16 = seconds(chunk, **multiplying)
+    assert seconds(chunk, quantization="int8", **multiplying) == bfloat16
+    arch = load_card("smollm2-135m")
+    linear = 2 * 1000 * (params - arch.vocab_size * arch.hidden_size) / 1e12
+    faster = seconds(chunk, quantization="int8", peak_tflops={"bfloat16": 1.0, "int8": 4.0}, **multiplying)
+    # attention stays as it was
+    assert bfloat16 - faster == pytest.approx(linear * 3 / 4, rel=0.01)
+
+
+def test_int8_leaves_more_for_the_kv_cache(tmp_path: Path) -> None:
+    sizes = [make_cost(tmp_path, card="llama-3.1-8b", quantization=q) for q in (None, "int8")]
+    plain, small = (cost.stage_weight_bytes(cost.stages[0]) for cost in sizes)
+    embedding = 128256 * 4096
+    assert small == pytest.approx(1.0625 * (plain / 2 - embedding) + 2 * embedding, rel=0.001)
+
+
+def test_a_step_of_which_nothing_is_left_takes_no_time(tmp_path: Path) -> None:
+    assert make_cost(tmp_path, stages=2, step_us=100.0)(make_step([])).stages == [0.0, 0.0]
+
+
 def test_the_host_pays_for_steps_and_rows(tmp_path: Path) -> None:
     cost = make_cost(tmp_path, host_step_us=100.0, host_row_us=10.0)
     assert cost(make_step([(0, 1, True)] * 5)).host == pytest.approx(150e-6)
@@ -267,11 +309,13 @@ def test_what_does_not_fit_is_refused(
 # -- calibration ---------------------------------------------------------------------------------------------------
 
 
-def test_calibration_finds_a_known_machine_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_calibration_finds_a_known_machine_again(tmp_path: Path, quantization: str | None) -> None:
     """Timed on a machine that obeys the cost model, the fitted profile predicts what that machine does."""
     truth = make_cost(
         tmp_path,
-        peak_tflops={"bfloat16": 2.0},
+        quantization=quantization,
+        peak_tflops={"bfloat16": 2.0, "int8": 5.0},
         bandwidth_gbs=50.0,
         linear_compute=[[1, 0.1], [64, 0.6], [512, 0.9]],
         linear_bandwidth=[[1, 0.9], [512, 0.8]],
@@ -291,9 +335,10 @@ def test_calibration_finds_a_known_machine_again(tmp_path: Path) -> None:
         description="made up",
         sources=["a test"],
         memory_gib=4,
+        quantization=quantization,
     )
     assert (profile.host_step_us, profile.host_row_us) == (pytest.approx(100.0), pytest.approx(10.0))
-    fitted = CostModel(truth.arch, profile, dtype="bfloat16", parallel=ParallelConfig())
+    fitted = CostModel(truth.arch, profile, dtype="bfloat16", parallel=ParallelConfig(), quantization=quantization)
     probes = [Probe(n, 1, 8) for n in DECODE_ROWS] + [Probe(1, n, 0) for n in CHUNK_TOKENS]
     probes += [Probe(12, 1, 300), Probe(16, 1, LONG_CONTEXT), Probe(1, 200, 700)]
     for probe in probes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from millstream.config import EngineConfig, ParallelConfig
+import pytest
+
+from millstream.config import EngineConfig, ParallelConfig, SchedulerConfig
 from millstream.engine.core import EngineCore
 from millstream.hub.files import resolve
 from millstream.messages import EngineRequest
@@ -11,8 +13,12 @@ from millstream.sim.device import make_serving_executor
 from millstream.tokenizer.tokenizer import Tokenizer
 
 
-def test_it_answers_in_words_and_only_max_tokens_ends_an_answer() -> None:
-    config = EngineConfig(parallel=ParallelConfig(pipeline_parallel_size=2))
+@pytest.mark.parametrize(("num_steps", "is_async"), [(1, True), (8, True), (8, False)])
+def test_it_answers_in_words_and_only_max_tokens_ends_an_answer(num_steps: int, is_async: bool) -> None:
+    config = EngineConfig(
+        parallel=ParallelConfig(pipeline_parallel_size=2),
+        scheduler=SchedulerConfig(num_scheduler_steps=num_steps, async_scheduling=is_async),
+    )
     executor = make_serving_executor(config, hardware="instant")
     assert executor.depth == 2
     core = EngineCore(config, executor)

@@ -276,6 +276,26 @@ def test_flags_that_contradict_each_other_are_refused(flags: tuple[str, ...], me
         make_setup(options(*flags))
 
 
+def test_the_schedulers_settings_are_flags_too() -> None:
+    chosen = options("--num-scheduler-steps=8", "--no-async-scheduling", "--no-adaptive-steps", "--quantization=int8")
+    scheduler = chosen.engine.scheduler
+    assert (scheduler.num_scheduler_steps, scheduler.async_scheduling, scheduler.adaptive_steps) == (8, False, False)
+    assert make_setup(chosen).info.weight_bytes < 0.6 * make_setup(options()).info.weight_bytes
+
+
+def test_scheduling_ahead_hides_what_the_engine_does() -> None:
+    flags = ("--num-prompts=1", "--random-range-ratio=0", "--random-output-len=50")
+    flags += ("--set", "host_step_us=4000", "return_us=0")
+    behind, ahead = outcome(*flags, "--no-async-scheduling"), outcome(*flags)
+    assert behind.report.metrics.tpot is not None and ahead.report.metrics.tpot is not None
+    # 4 ms and a row of 3 us
+    assert behind.report.metrics.tpot.mean - ahead.report.metrics.tpot.mean == pytest.approx(4.003)
+    blocks = outcome(*flags, "--no-async-scheduling", "--num-scheduler-steps=7")
+    assert blocks.report.metrics.tpot is not None
+    # within a block it is hidden too: of 49 gaps 7 have it
+    assert behind.report.metrics.tpot.mean - blocks.report.metrics.tpot.mean == pytest.approx(4.003 * 6 / 7)
+
+
 def test_settings_come_from_variables_and_files_too(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("max-num-seqs: 7\nblock-size: 16\n")

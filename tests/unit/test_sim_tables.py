@@ -1,4 +1,4 @@
-"""Three loads in virtual time against their stored tables: exact, so any change of the scheduler's decisions shows.
+"""Loads in virtual time against their stored tables: exact, so any change of the scheduler's decisions shows.
 
 Where a change is meant, write the tables anew and look at the difference: python -m tests.unit.test_sim_tables
 """
@@ -28,6 +28,10 @@ LOADS = {
         "--model-card=smollm2-135m --hardware=a100-80g --pipeline-parallel-size=2 --kv-cache-memory=0.1 "
         "--num-prompts=60 --random-input-len=200 --random-output-len=150 --random-range-ratio=0.5 --burstiness=0.5 "
         "--request-rate=300"
+    ),
+    "eight-steps-int8-a100": (
+        "--model-card=llama-2-7b --hardware=a100-80g --quantization=int8 --num-scheduler-steps=8 --num-prompts=40 "
+        "--request-rate=8 --random-input-len=100 --random-output-len=90 --random-range-ratio=0.6 --stream-interval=2"
     ),
 }
 

@@ -13,8 +13,8 @@ from millstream.config import EngineConfig, SchedulerConfig
 from millstream.engine.core import EngineCore
 from millstream.engine.trace import MAX_REQUESTS_NAMED, Tracer
 from millstream.errors import ConfigError, InvalidRequestError
-from millstream.executor.simulated import SimulatedExecutor, StepTimes, VirtualClock
 from millstream.messages import EngineRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from millstream.sim.executor import SimulatedExecutor, StepTimes, VirtualClock
 from millstream.sim.trace import read_trace, report, summarize
 from tests.engine_thread import running_llm
 from tests.fake_llm import FakeLLM, app_of, call

@@ -18,6 +18,9 @@ from safetensors.torch import save_file
 
 from millstream.errors import ModelError
 from millstream.hub.gguf import GGUFFile, GGUFTensor
+from millstream.hub.gguf_types import BY_NAME
+from millstream.kernels.native import native_available, native_unavailable_reason
+from millstream.kernels.native_dequantize import native_dequantize
 from millstream.layers.slot import Slot
 from millstream.weights.dequantize import SLICE_VALUES, SUPPORTED_TYPES, dequantize
 from millstream.weights.gguf_checkpoint import GGUFCheckpoint
@@ -45,14 +48,39 @@ def quantised(type_name: str, shape: tuple[int, int]) -> np.ndarray[Any, np.dtyp
     return blocks.reshape(-1)
 
 
+@pytest.mark.parametrize("has_native", [True, False])
 @pytest.mark.parametrize("type_name", SUPPORTED_TYPES)
-def test_dequantised_values_are_the_gguf_packages(type_name: str) -> None:
+def test_dequantised_values_are_the_gguf_packages(
+    type_name: str, has_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_native:
+        monkeypatch.setattr("millstream.kernels.native_dequantize.native_available", lambda: False)
     shape = (5, SLICE_VALUES // 2)  # several slices, the last of them short
     data = quantised(type_name, shape)
     wanted = torch.from_numpy(package_dequantize(data, GGMLQuantizationType[type_name]).reshape(-1).copy())
     assert wanted.abs().max() > 1
     assert torch.equal(dequantize(data, type_name, torch.float32), wanted)
     assert torch.equal(dequantize(data, type_name, torch.bfloat16), wanted.bfloat16())
+    assert torch.equal(dequantize(data, type_name, torch.float16), wanted.half())
+
+
+@pytest.mark.skipif(not native_available(), reason=native_unavailable_reason())
+def test_the_kernels_know_all_quantised_types_and_odd_scales() -> None:
+    # zeros, denormal, largest, infinite, not a number; of both signs; and every 37th float16
+    odd = np.array([0, 1, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0x7C01, 0x7E00], dtype=np.uint16)
+    scales = np.concatenate([odd, odd | 0x8000, np.arange(0, 2**16, 37, dtype=np.uint16)]).view(np.uint8).reshape(-1, 2)
+    for name in SUPPORTED_TYPES[3:]:
+        kind = BY_NAME[name]
+        blocks = np.random.default_rng(2).integers(0, 256, (len(scales), kind.num_bytes), dtype=np.uint8)
+        at = kind.num_bytes - 2 if name == "Q6_K" else 0
+        blocks[:, at : at + 2] = scales
+        for dtype in (torch.float32, torch.bfloat16):
+            found = torch.empty(len(blocks), kind.num_values, dtype=dtype)
+            assert native_dequantize(blocks.reshape(-1), kind.number, found)
+            with np.errstate(all="ignore"):
+                wanted = torch.from_numpy(package_dequantize(blocks, GGMLQuantizationType[name])).to(dtype)
+            assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
+            assert torch.equal(found.isnan(), wanted.isnan())
 
 
 def test_other_types_are_refused_by_name(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """The engine as the API process sees it: `generate` gives the deltas of one request.
 
-One reader task takes the engine's messages; every request has one slot per answer and one event. A reader that is
-slower than the engine finds its deltas merged, so nothing queues up and nobody waits for anybody else.
+One reader task takes the engine's messages, as many at once as are there; every request has one slot for each answer.
+Who reads more slowly than the engine writes finds deltas merged, so nothing queues up and nobody waits for another. A
+process that can't keep up with its messages merges in the same way for all its readers: the more it lags, the fewer and
+larger deltas it has to hand out.
 """
 
 from __future__ import annotations
@@ -16,17 +18,10 @@ import msgspec
 
 from millstream import errors
 from millstream.config import EngineConfig
-from millstream.engine.client import EngineClient
+from millstream.engine.client import EngineConnection, error_of
 from millstream.engine.metrics import EngineMetrics
 from millstream.engine.output_processor import OutputProcessor, RequestOutput
-from millstream.errors import (
-    ConfigError,
-    EngineDeadError,
-    InvalidRequestError,
-    MillstreamError,
-    ModelError,
-    OverloadedError,
-)
+from millstream.errors import EngineDeadError, InvalidRequestError, MillstreamError, OverloadedError
 from millstream.log import log
 from millstream.messages import (
     AbortRequests,
@@ -35,6 +30,7 @@ from millstream.messages import (
     EngineProgress,
     EngineReady,
     EngineRequest,
+    FromEngine,
     RequestRefused,
     TraceTo,
     WorkerInfo,
@@ -44,34 +40,58 @@ from millstream.tokenizer.tokenizer import Tokenizer
 
 
 class _Stream:
-    """The deltas of one request's answers that were not read yet."""
+    """The deltas of one request's answers that were not read yet, one slot for each answer.
 
-    def __init__(self) -> None:
-        self._deltas: dict[int, RequestOutput] = {}
+    A delta is due when it has `interval` tokens, holds the first or the last one, or tells of progress.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._slots: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
-        self._event = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        # asking for it costs a system call each time
+        self._loop = asyncio.get_running_loop()
 
     def put(self, delta: RequestOutput) -> None:
-        waiting = self._deltas.get(delta.index)
-        if waiting is None:
-            self._deltas[delta.index] = delta
+        slot = self._slots.get(delta.index)
+        if slot is None:
+            slot = self._slots[delta.index] = delta
         else:
-            waiting.merge(delta)
-        self._event.set()
+            slot.merge(delta)
+        if self._reader is not None and self._is_due(slot):
+            self._wake()
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._event.set()
+        self._wake()
 
     async def take(self) -> list[RequestOutput]:
-        """Wait for news; raises what `fail` was given once all deltas before it were taken."""
-        await self._event.wait()
-        deltas, self._deltas = list(self._deltas.values()), {}
-        if not deltas and self._error is not None:
-            raise self._error
-        if self._error is None:
-            self._event.clear()
-        return deltas
+        """Wait until a delta is due; raises what `fail` was given once all deltas before it were taken."""
+        while not (due := [slot for slot in self._slots.values() if self._is_due(slot)]):
+            if self._error is not None:
+                raise self._error
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        for slot in due:
+            del self._slots[slot.index]
+        return due
+
+    def _is_due(self, slot: RequestOutput) -> bool:
+        num_tokens = len(slot.token_ids)
+        return (
+            num_tokens >= self._interval
+            or num_tokens == slot.num_output_tokens
+            or slot.finish_reason is not None
+            or self._error is not None
+        )
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class AsyncLLM:
@@ -80,7 +100,9 @@ class AsyncLLM:
     info: WorkerInfo
     """What the engine told when it was ready; unset before."""
 
-    def __init__(self, client: EngineClient, *, config: EngineConfig, tokenizer: Tokenizer, model_name: str) -> None:
+    def __init__(
+        self, client: EngineConnection, *, config: EngineConfig, tokenizer: Tokenizer, model_name: str
+    ) -> None:
         """Over a client whose engine process was started (it takes a while, so begin with that)."""
         self.tokenizer = tokenizer
         self.metrics = EngineMetrics(model_name)
@@ -91,7 +113,6 @@ class AsyncLLM:
         self._reader: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[WorkerInfo] | None = None
         self._death: EngineDeadError | None = None
-        self._sends: set[asyncio.Future[None]] = set()
         self._trace = config.trace.trace
         """The file that the engine writes a trace to."""
 
@@ -140,15 +161,19 @@ class AsyncLLM:
         cache_salt: str = "",
         skip_special_tokens: bool = True,
         has_progress: bool = False,
+        interval: int = 1,
     ) -> AsyncIterator[RequestOutput]:
         """The deltas of all `params.n` answers, as they come; with `has_progress` also, before the first delta of
         answer 0, outputs without tokens that say how far the prompt is.
+
+        A delta has at least `interval` tokens, but for an answer's first, which comes at once, and its last; more where
+        the caller takes them more slowly than they come.
 
         Raises InvalidRequestError, ContextLengthError or OverloadedError before the first delta, EngineDeadError at
         any time. Closing the iterator early aborts what is still running.
         """
         self._admit(prompt_token_ids, params)
-        stream = _Stream()
+        stream = _Stream(interval)
         open_ids: dict[int, str] = {}
         base_seed = params.seed or 0
         for index in range(params.n):
@@ -176,7 +201,7 @@ class AsyncLLM:
                     sink=stream.put,
                     skip_special_tokens=skip_special_tokens,
                 )
-                await self._client.send(
+                self._client.send(
                     EngineRequest(
                         engine_id,
                         prompt_token_ids,
@@ -205,7 +230,7 @@ class AsyncLLM:
             raise InvalidRequestError(f"A trace is being written already, to {self._trace}")
         fd, self._trace = tempfile.mkstemp(prefix="millstream-trace-", suffix=".json")
         os.close(fd)
-        await self._client.send(TraceTo(self._trace))
+        self._client.send(TraceTo(self._trace))
         return self._trace
 
     async def stop_trace(self) -> str:
@@ -213,7 +238,7 @@ class AsyncLLM:
         path, self._trace = self._trace, None
         if path is None:
             raise InvalidRequestError("No trace is being written")
-        await self._client.send(TraceTo(None))
+        self._client.send(TraceTo(None))
         return path
 
     # -- one request --------------------------------------------------------------------------------------------
@@ -229,7 +254,7 @@ class AsyncLLM:
         params.check_vocab(self.info.vocab_size)
         check_fits(len(prompt_token_ids), params.max_tokens, max_model_len=self.info.max_model_len)
         limits = self._config.scheduler
-        if len(self._streams) + params.n > limits.max_num_waiting + limits.max_num_seqs:
+        if len(self._streams) + params.n > limits.max_num_open:
             raise OverloadedError(
                 f"{len(self._streams)} requests are open: at most {limits.max_num_seqs} run at once "
                 f"(--max-num-seqs) and {limits.max_num_waiting} wait (--max-num-waiting)"
@@ -240,33 +265,15 @@ class AsyncLLM:
             self._streams.pop(engine_id, None)
         aborted = [i for i in engine_ids if self._processor.drop(i)]
         if aborted and self._death is None:
-            self._send_soon(AbortRequests(aborted))
-
-    def _send_soon(self, message: AbortRequests) -> None:
-        task = asyncio.ensure_future(self._client.send(message))
-        # the loop keeps only weak references to tasks
-        self._sends.add(task)
-        task.add_done_callback(self._sends.discard)
+            self._client.send(AbortRequests(aborted))
 
     # -- the reader ---------------------------------------------------------------------------------------------
 
     async def _read(self, ready: asyncio.Future[WorkerInfo], on_progress: Callable[[int, int], None]) -> None:
         try:
             while True:
-                match await self._client.receive():
-                    case EngineOutputs() as outputs:
-                        stopped = self._processor.process(outputs)
-                        if stopped:
-                            await self._client.send(AbortRequests(stopped, FinishReason.STOP))
-                    case RequestRefused() as refused:
-                        self._refuse(refused)
-                    case EngineProgress(done, total):
-                        on_progress(done, total)
-                    case EngineReady(info):
-                        if not ready.done():
-                            ready.set_result(info)
-                    case EngineFailed() as failed:
-                        raise _error_of(failed)
+                for message in await self._client.receive():
+                    self._take(message, ready, on_progress)
         except MillstreamError as e:
             death = e if isinstance(e, EngineDeadError) else EngineDeadError(str(e))
             if not ready.done():
@@ -279,6 +286,26 @@ class AsyncLLM:
             log.exception("The reader of the engine's messages failed")
             self._fail(EngineDeadError(f"The reader of the engine's messages failed: {e}"))
 
+    def _take(
+        self, message: FromEngine, ready: asyncio.Future[WorkerInfo], on_progress: Callable[[int, int], None]
+    ) -> None:
+        match message:
+            case EngineOutputs():
+                stopped = self._processor.process(message)
+                if stopped:
+                    self._client.send(AbortRequests(stopped, FinishReason.STOP))
+            case RequestRefused():
+                self._refuse(message)
+            case EngineProgress(done, total):
+                on_progress(done, total)
+            case EngineReady(info):
+                if not ready.done():
+                    ready.set_result(info)
+            case EngineFailed():
+                raise error_of(message)
+            case TraceTo(path):
+                self._trace = path
+
     def _refuse(self, refused: RequestRefused) -> None:
         stream = self._streams.get(refused.request_id)
         if stream is not None:
@@ -289,11 +316,3 @@ class AsyncLLM:
         self._death = death
         for stream in self._streams.values():
             stream.fail(death)
-
-
-def _error_of(failed: EngineFailed) -> MillstreamError:
-    """The engine's own error class where it is a user's to mend, else EngineDeadError."""
-    cls = getattr(errors, failed.error, None)
-    if isinstance(cls, type) and issubclass(cls, (ConfigError, ModelError)):
-        return cls(failed.message)
-    return EngineDeadError(f"The engine failed: {failed.error}: {failed.message}")

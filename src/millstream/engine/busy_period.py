@@ -19,9 +19,9 @@ class BusyPeriod:
         self.decode_seconds = 0.0
 
     def add_step(self, step: SchedulerOutput, *, num_sampled: int, seconds: float) -> None:
-        """Count a step. A row of one sampled token is a decode, all other rows are prompt tokens."""
+        """Count a step with rows. A row of one sampled token is a decode, all other rows are prompt tokens."""
         num_decodes = sum(
-            n == 1 and sampled for n, sampled in zip(step.num_scheduled_tokens, step.is_sampled, strict=True)
+            n == 1 and wanted > 0 for n, wanted in zip(step.num_scheduled_tokens, step.num_sampled_tokens, strict=True)
         )
         num_prefill = step.num_tokens - num_decodes
         self.num_prefill_tokens += num_prefill

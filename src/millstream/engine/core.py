@@ -2,8 +2,9 @@
 
     schedule -> submit -> [ newest ... oldest ] -> update -> EngineOutputs
 
-Filling the deque comes before waiting for results. How deep it is, is the executor's to say: one step for one worker,
-P for a pipeline of P stages, one more when scheduling runs ahead.
+Filling the deque comes before waiting for results. It is as deep as the executor has stages: one step for one worker,
+P for a pipeline of P; and one more where scheduling runs ahead, so that a worker finds its next step when it is done
+with one. A decision for several steps counts once, and brings results as many times.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from millstream.config import EngineConfig
 from millstream.engine.progress import ProgressReporter
@@ -21,6 +23,15 @@ from millstream.executor.base import Executor, OnProgress, WaitingExecutor, Wake
 from millstream.messages import EngineOutputs, EngineRequest, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from millstream.request import FinishReason, Request, check_fits
 from millstream.sched.factory import make_scheduler
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _InFlight:
+    """A step that a worker computes, or will."""
+
+    step: SchedulerOutput
+    result: Future[ModelRunnerOutput]
+    submitted: float
 
 
 class EngineCore:
@@ -47,7 +58,10 @@ class EngineCore:
             enable_prefix_caching=config.cache.enable_prefix_caching,
             depth=executor.depth,
         )
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput], float]] = deque()
+        self._depth = executor.depth + config.scheduler.async_scheduling
+        self._in_flight: deque[_InFlight] = deque()
+        """The oldest decision's steps come last, each before those that follow from it."""
+        self._num_decisions = 0
         self._last_landed = 0.0
         self._progress = ProgressReporter()
         self.tracer: Tracer | None = None
@@ -95,34 +109,56 @@ class EngineCore:
         return self.scheduler.abort(request_id, reason)
 
     def step(self, *, wake: Wake | None = None) -> EngineOutputs | None:
-        """Fill the deque, then settle its oldest step; None if nothing was ready to run, or if `wake` could be read
-        before a result was there (a newcomer may have its place in the deque)."""
-        while len(self._in_flight) < self._executor.depth:
-            step = self.scheduler.schedule()
-            if step is None:
-                break
-            started = self._clock()
-            self._in_flight.appendleft((step, self._executor.submit(step), started))
+        """Fill the deque, then settle the oldest step that has landed; None if nothing was ready to run, or if `wake`
+        could be read before a result was there (a newcomer may have its place in the deque)."""
+        while self._num_decisions < self._depth and self._submit():
+            pass
         if not self._in_flight:
             return None
-        if wake is not None and self._waiting is not None and not self._in_flight[-1][1].done():
+        if wake is not None and self._waiting is not None and self._landed() is None:
             self._waiting.wait(wake)
-            if not self._in_flight[-1][1].done():
+            if self._landed() is None:
                 return None
-        self.last_step, future, started = self._in_flight.pop()
-        result = future.result()
+        landed = self._landed() or self._in_flight[-1]
+        result = landed.result.result()
+        self._in_flight.remove(landed)
+        self.last_step, submitted = landed.step, landed.submitted
+        self._num_decisions -= self.last_step.num_steps == 1
         outputs = self.scheduler.update(result)
         outputs.progress = self._progress.report()
         if outputs.stats is not None:
             now = self._clock()
             # time that it shared with the step before is the other's
-            outputs.stats.step_seconds = now - max(started, self._last_landed)
+            outputs.stats.step_seconds = now - max(submitted, self._last_landed)
             self._last_landed = now
             outputs.stats.stage_seconds = result.stage_seconds
             outputs.stats.predicted_seconds = self.scheduler.predicted_seconds
             if self.tracer is not None:
-                self.tracer.step(self.last_step, result, submitted=started, landed=now)
+                self.tracer.step(self.last_step, result, submitted=submitted, landed=now)
         return outputs
+
+    def _submit(self) -> bool:
+        """Schedule a step, with those that follow from it, and hand it to the workers; False if nothing is ready."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        submitted = self._clock()
+        following: SchedulerOutput | None = step
+        for result in self._executor.submit(step):
+            assert following is not None
+            self._in_flight.appendleft(_InFlight(following, result, submitted))
+            following = following.next_step()
+        self._num_decisions += 1
+        return True
+
+    def _landed(self) -> _InFlight | None:
+        """The oldest step whose result is there."""
+        oldest = None
+        # beginning with the newest: while we look more may land, and a request's steps must be settled in order
+        for part in self._in_flight:
+            if part.result.done():
+                oldest = part
+        return oldest
 
     def wait_idle(self, wake: Wake) -> None:
         """With nothing to run, wait until `wake` can be read. Raises EngineDeadError where a worker is gone meanwhile.

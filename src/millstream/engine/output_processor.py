@@ -1,7 +1,7 @@
 """Turns the engine's token lists into text deltas, one RequestOutput for each answer with news.
 
 The same code serves a streamed answer, a whole one and the offline LLM: whoever asks gives a `sink`, and deltas can
-be merged (`RequestOutput.merge`) where the reader is slower than the engine.
+be merged (`RequestOutput.merge`) where the reader is slower than the engine, or wants fewer of them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from millstream.engine.detokenizer import DecodingTokenizer, Detokenizer
 from millstream.engine.metrics import EngineMetrics, RequestTimes
 from millstream.messages import EngineOutputs, PromptProgress, TokenLogprobs
 from millstream.request import FinishReason, SamplingParams
+from millstream.tokenizer.pieces import TokenPieces
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """What is new of one answer since its last delta."""
 
     request_id: str
     index: int
     """Which of the request's n answers."""
-    text: str
+    texts: list[str]
+    """Pieces of `text`; joined when they are read, as a slow reader's are many."""
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     """One for each new token, where asked for."""
@@ -39,6 +41,10 @@ class RequestOutput:
     progress: PromptProgress | None = None
     """How far the prompt is, where asked for; what has it came before the first delta and has no tokens."""
 
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
     def merge(self, newer: RequestOutput) -> None:
         """Append a later delta of the same answer."""
         if self.progress is not None:
@@ -46,7 +52,7 @@ class RequestOutput:
             self.progress = newer.progress
             self.prompt_logprobs = newer.prompt_logprobs
             self.num_cached_tokens = newer.num_cached_tokens
-        self.text += newer.text
+        self.texts += newer.texts
         self.token_ids += newer.token_ids
         self.logprobs += newer.logprobs
         self.finish_reason = newer.finish_reason
@@ -57,7 +63,7 @@ class RequestOutput:
 Sink = Callable[[RequestOutput], None]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Answer:
     request_id: str
     index: int
@@ -81,6 +87,7 @@ class OutputProcessor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokenizer = tokenizer
+        self._pieces = TokenPieces(tokenizer.backend)
         self._metrics = metrics
         self._clock = clock
         self._answers: dict[str, _Answer] = {}
@@ -112,6 +119,7 @@ class OutputProcessor:
                 stop=params.stop,
                 skip_special_tokens=skip_special_tokens,
                 min_tokens=params.min_tokens,
+                pieces=self._pieces,
             ),
             sink=sink,
             times=RequestTimes(arrival=self._clock()),
@@ -138,12 +146,12 @@ class OutputProcessor:
             if engine_id in outputs.prompt_logprobs:
                 news = outputs.prompt_logprobs[engine_id]
                 answer.prompt_logprobs[news.first_position - 1 :] = news.logprobs
-            if not outputs.new_token_ids[i]:
+            if not outputs.new_token_ids[i] and outputs.finish_reasons[i] is None:
                 continue
             delta = self._delta(
                 answer,
                 token_ids=outputs.new_token_ids[i],
-                logprobs=outputs.logprobs.get(engine_id, []),
+                logprobs=outputs.logprobs.get(engine_id) or [],
                 finish_reason=outputs.finish_reasons[i],
                 stop_token=outputs.stop_reasons[i],
                 num_cached_tokens=outputs.num_cached_tokens[i],
@@ -183,9 +191,9 @@ class OutputProcessor:
         return RequestOutput(
             request_id=answer.request_id,
             index=answer.index,
-            text=text,
-            token_ids=list(token_ids),
-            logprobs=list(logprobs),
+            texts=[text],
+            token_ids=token_ids,
+            logprobs=logprobs,
             prompt_logprobs=answer.prompt_logprobs if is_first and answer.params.prompt_logprobs is not None else None,
             finish_reason=finish_reason,
             stop_reason=reason,
@@ -207,7 +215,7 @@ def _progress(answer: _Answer, progress: PromptProgress) -> RequestOutput:
     return RequestOutput(
         request_id=answer.request_id,
         index=answer.index,
-        text="",
+        texts=[],
         token_ids=[],
         logprobs=[],
         prompt_logprobs=None,

@@ -16,15 +16,17 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from millstream.config import EngineConfig
+from millstream.config import EngineConfig, SchedulerConfig
 from millstream.engine.busy_period import BusyPeriod
 from millstream.engine.core import EngineCore
 from millstream.engine.trace import Tracer
-from millstream.errors import ConfigError, MillstreamError, RequestError
+from millstream.errors import ConfigError, MillstreamError, OverloadedError, RequestError
 from millstream.executor.base import Executor, WaitingExecutor, Wake, make_executor
 from millstream.log import configure, log
 from millstream.messages import (
+    MAX_MESSAGE_BYTES,
     AbortRequests,
+    ClientGone,
     EngineFailed,
     EngineOutputs,
     EngineProgress,
@@ -43,7 +45,6 @@ from millstream.messages import (
 from millstream.parallel.lifeline import follow_parent
 from millstream.request import Request
 
-MAX_MESSAGE_BYTES = 256 * 2**20
 _PROGRESS_SECONDS = 0.05
 
 
@@ -59,8 +60,10 @@ class EngineSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.bind(address)
-        self._clients: list[bytes] = []
+        self._clients: dict[bytes, bool] = {}
+        """By name; True for those that take outputs. The first of them gets the figures of steps."""
         self.owners: dict[str, bytes] = {}
+        """Who asked for a request."""
 
     @property
     def wake(self) -> Wake:
@@ -79,7 +82,7 @@ class EngineSocket:
                 return messages
             message = decode_to_engine(data)
             if isinstance(message, Hello):
-                self._clients.append(client)
+                self._clients[client] = message.takes_outputs
             messages.append((client, message))
 
     def send(self, client: bytes, message: FromEngine) -> None:
@@ -88,6 +91,15 @@ class EngineSocket:
     def broadcast(self, message: FromEngine) -> None:
         for client in self._clients:
             self.send(client, message)
+
+    def knows(self, client: bytes) -> bool:
+        """Whether this client has said Hello, and was not dropped."""
+        return client in self._clients
+
+    def drop(self, client: bytes) -> list[str]:
+        """Forget a client that has ended, and take no more of it; the open requests that it asked for."""
+        self._clients.pop(client, None)
+        return [request_id for request_id, owner in self.owners.items() if owner == client]
 
     def send_outputs(self, outputs: EngineOutputs) -> None:
         """To each client what is new of its own requests, in one message."""
@@ -102,36 +114,45 @@ class EngineSocket:
         self._context.term()
 
     def _split(self, outputs: EngineOutputs) -> list[tuple[bytes, EngineOutputs]]:
-        if len(self._clients) == 1:
-            return [(self._clients[0], outputs)]
+        takers = [client for client, takes_outputs in self._clients.items() if takes_outputs]
+        if len(takers) == 1:
+            return [(takers[0], outputs)]
+        rows: dict[bytes, list[int]] = {client: [] for client in takers}
+        for i, request_id in enumerate(outputs.request_ids):
+            if (owned := rows.get(self.owners.get(request_id, b""))) is not None:
+                owned.append(i)
         parts = []
-        for n, client in enumerate(self._clients):
-            rows = [i for i, r in enumerate(outputs.request_ids) if self.owners.get(r) == client]
-            ids = [outputs.request_ids[i] for i in rows]
-            part = EngineOutputs(
-                ids,
-                [outputs.new_token_ids[i] for i in rows],
-                [outputs.finish_reasons[i] for i in rows],
-                [outputs.stop_reasons[i] for i in rows],
-                [outputs.num_cached_tokens[i] for i in rows],
-                logprobs={r: outputs.logprobs[r] for r in ids if r in outputs.logprobs},
-                prompt_logprobs={r: outputs.prompt_logprobs[r] for r in ids if r in outputs.prompt_logprobs},
+        for client, own in rows.items():
+            part = self._part(outputs, client, own)
+            if client == takers[0]:
                 # counters must be counted once
-                stats=outputs.stats if n == 0 else None,
-                progress={r: p for r, p in outputs.progress.items() if self.owners.get(r) == client},
-            )
-            if ids or part.progress or n == 0:
+                part.stats = outputs.stats
+            if own or part.progress or part.stats is not None:
                 parts.append((client, part))
         return parts
+
+    def _part(self, outputs: EngineOutputs, client: bytes, rows: list[int]) -> EngineOutputs:
+        ids = [outputs.request_ids[i] for i in rows]
+        return EngineOutputs(
+            ids,
+            [outputs.new_token_ids[i] for i in rows],
+            [outputs.finish_reasons[i] for i in rows],
+            [outputs.stop_reasons[i] for i in rows],
+            [outputs.num_cached_tokens[i] for i in rows],
+            logprobs={r: outputs.logprobs[r] for r in ids if r in outputs.logprobs},
+            prompt_logprobs={r: outputs.prompt_logprobs[r] for r in ids if r in outputs.prompt_logprobs},
+            progress={r: p for r, p in outputs.progress.items() if self.owners.get(r) == client},
+        )
 
 
 class EngineProcess:
     """Moves messages between the socket and an EngineCore."""
 
-    def __init__(self, core: EngineCore, socket: EngineSocket, *, batch_window: float) -> None:
+    def __init__(self, core: EngineCore, socket: EngineSocket, config: SchedulerConfig) -> None:
         self._core = core
         self._socket = socket
-        self._batch_window = batch_window
+        self._batch_window = config.batch_window_ms / 1000
+        self._max_num_open = config.max_num_open
         self._open: dict[str, tuple[Request, float]] = {}
         self._period: BusyPeriod | None = None
         self._stopping = False
@@ -141,7 +162,8 @@ class EngineProcess:
         try:
             self._run()
         finally:
-            self._trace_to(None)
+            if self._core.tracer is not None:
+                self._core.tracer.close()
 
     def _run(self) -> None:
         while not self._stopping:
@@ -171,6 +193,8 @@ class EngineProcess:
 
     def _take(self, messages: list[tuple[bytes, ToEngine]]) -> None:
         for client, message in messages:
+            if not self._socket.knows(client):
+                continue  # what a client that has ended sent before
             match message:
                 case EngineRequest():
                     self._add(client, message)
@@ -180,11 +204,17 @@ class EngineProcess:
                     self._trace_to(path)
                 case Hello():
                     self._socket.send(client, EngineReady(self._core.info))
+                    self._socket.send(client, self._tracing())
+                case ClientGone(name):
+                    self._abort(AbortRequests(self._socket.drop(name.encode())))
                 case Shutdown():
                     self._stopping = True
 
     def _add(self, client: bytes, message: EngineRequest) -> None:
         try:
+            # each client looks at its own requests only, before it sends one
+            if len(self._open) >= self._max_num_open:
+                raise OverloadedError(f"{len(self._open)} requests are open (--max-num-seqs and --max-num-waiting)")
             request = self._core.add(message)
         except RequestError as e:
             self._socket.send(client, RequestRefused(message.request_id, type(e).__name__, e.message, e.param))
@@ -205,14 +235,19 @@ class EngineProcess:
         self._socket.send_outputs(EngineOutputs([], [], [], [], [], stats=self._core.scheduler.take_stats()))
 
     def _trace_to(self, path: str | None) -> None:
-        if self._core.tracer is not None:
-            self._core.tracer.close()
+        tracer = self._core.tracer
+        if path is None and tracer is not None:
+            tracer.close()
             self._core.tracer = None
-        if path is not None:
+        elif path is not None and tracer is None:
             try:
                 self._core.tracer = Tracer(path)
             except ConfigError as e:
                 log.warning("%s", e)
+        self._socket.broadcast(self._tracing())
+
+    def _tracing(self) -> TraceTo:
+        return TraceTo(None if self._core.tracer is None else self._core.tracer.path)
 
     def _settle(self, outputs: EngineOutputs) -> None:
         step, stats = self._core.last_step, outputs.stats
@@ -266,7 +301,7 @@ MakeExecutor = Callable[[EngineConfig, Path], Executor]
 """Given the settings and a folder that only this user can open."""
 
 
-def main(make: MakeExecutor = lambda config, folder: make_executor(config, folder=folder)) -> int:
+def main(make: MakeExecutor = lambda config, folder: make_executor(config, folder=folder, is_own_process=True)) -> int:
     """Run an engine process over the executor that `make` gives; its exit status."""
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineStart)
     configure(start.log_level)
@@ -289,12 +324,15 @@ def main(make: MakeExecutor = lambda config, folder: make_executor(config, folde
     try:
         # first, as a name that is wrong should be told of before a model is loaded
         tracer = None if trace is None else Tracer(trace)
+        began = time.monotonic()
         executor = make(start.config, folder)
+        import_seconds = time.monotonic() - began
         executors.append(executor)
         core = _start_core(start.config, executor, socket)
         core.tracer = tracer
+        core.info.phases = {"import": import_seconds, **core.info.phases}
         socket.broadcast(EngineReady(core.info))
-        EngineProcess(core, socket, batch_window=start.config.scheduler.batch_window_ms / 1000).run()
+        EngineProcess(core, socket, start.config.scheduler).run()
     except MillstreamError as e:
         socket.broadcast(EngineFailed(type(e).__name__, str(e)))
         return 1

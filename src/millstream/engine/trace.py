@@ -71,7 +71,7 @@ class Tracer:
     """Writes a trace. Raises ConfigError where the file can't be opened; a disk that fills up only ends the trace."""
 
     def __init__(self, path: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
+        self.path = path
         try:
             self._file: BinaryIO | None = open(path, "wb")  # noqa: SIM115
         except OSError as e:
@@ -96,8 +96,10 @@ class Tracer:
             if send_seconds > 0:
                 events.append(self._span(stage, SEND, "send", step, started + seconds, send_seconds))
             self._free_since[stage] = started + seconds + send_seconds
-        lane = step.step_id % max(1, num_stages)
-        events.append(self._span(num_stages, lane, "in flight", step, submitted, landed - submitted, **contents))
+        if step.num_steps == 1:
+            # the decision is done; there may be one more of them in flight than there are stages
+            lane = step.step_id % (num_stages + 1)
+            events.append(self._span(num_stages, lane, "in flight", step, submitted, landed - submitted, **contents))
         self._write(events)
 
     def close(self) -> None:
@@ -135,7 +137,7 @@ class Tracer:
             self._file.write(data)
             self._file.flush()
         except OSError as e:
-            log.warning("The trace %s ends here: %s", self._path, e.strerror or e)
+            log.warning("The trace %s ends here: %s", self.path, e.strerror or e)
             file, self._file = self._file, None
             try:
                 file.close()

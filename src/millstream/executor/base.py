@@ -1,7 +1,8 @@
 """What carries steps to the workers.
 
-An Executor starts its workers, takes steps in order and answers each with a Future. Steps may be submitted before
-earlier ones are done; workers take them in the order of submission.
+An Executor starts its workers, takes steps and answers each with Futures: one for the step, and one for each that
+follows from it. Steps may be submitted before earlier ones are done; workers begin with them in the order in which they
+were submitted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import zmq
 from millstream.config import EngineConfig
 from millstream.messages import ModelRunnerOutput, SchedulerOutput, WorkerInfo
 from millstream.parallel.context import let_openmp_sleep
+from millstream.parallel.lean_torch import load_lean_torch
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes of weights loaded so far, and all bytes."""
@@ -25,7 +27,7 @@ Wake = zmq.Socket[bytes]
 
 
 class Executor(Protocol):
-    """Runs steps. `depth` of them may usefully be in flight at once."""
+    """Runs steps. `depth` of them are computed at once, each by another stage."""
 
     depth: int
 
@@ -33,8 +35,8 @@ class Executor(Protocol):
         """Load the weights and allocate the KV cache. Raises ModelError or ConfigError."""
         ...
 
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Queue a step."""
+    def submit(self, step: SchedulerOutput) -> list[Future[ModelRunnerOutput]]:
+        """Queue a step: `step.num_steps` results, in order."""
         ...
 
     def shutdown(self) -> None:
@@ -44,7 +46,7 @@ class Executor(Protocol):
 
 @runtime_checkable
 class WaitingExecutor(Executor, Protocol):
-    """An Executor whose results come from other processes."""
+    """An Executor whose results come from other processes or threads."""
 
     def wait(self, wake: Wake | None = None) -> None:
         """Wait until a step has landed, or `wake` can be read. Raises EngineDeadError where a worker is gone."""
@@ -55,16 +57,19 @@ class WaitingExecutor(Executor, Protocol):
         ...
 
 
-def make_executor(config: EngineConfig, *, folder: Path | None = None) -> Executor:
+def make_executor(config: EngineConfig, *, folder: Path | None = None, is_own_process: bool = False) -> Executor:
     """The executor that the settings ask for; `folder` (0700) is for its sockets, by default one of its own.
 
-    The only place where the engine reaches torch, and not before it must.
+    The only place where the engine reaches torch, and not before it must. `is_own_process`: nobody else uses torch in
+    this process, so what only others want is left out.
     """
     if config.parallel.pipeline_parallel_size > 1:
         from millstream.executor.multiproc import MultiprocExecutor
 
         return MultiprocExecutor(config, folder=folder)
     let_openmp_sleep()
+    if is_own_process:
+        load_lean_torch()
     from millstream.executor.uniproc import UniprocExecutor
 
     return UniprocExecutor(config)

@@ -3,8 +3,8 @@
     engine process: submit ──SchedulerOutput, the same bytes──> every stage          <──ModelRunnerOutput── last stage
     stages:         0 ──hidden states──> 1 ──> ... ──> P-1          P-1 ──sampled token ids──> 0
 
-Up to P steps are in flight: stage k works on step i while stage k + 1 works on step i - 1. Results are awaited by
-whoever asks for the oldest, without a thread: `wait` also wakes for the engine's clients. It is here that a stage's end
+P steps are computed at once: stage k works on step i while stage k + 1 works on step i - 1. Results are awaited by
+whoever asks for one, without a thread: `wait` also wakes for the engine's clients. It is here that a stage's end
 is noticed (its standard output closes) and its silence (the watchdog); both end the executor. Imports no torch.
 """
 
@@ -17,8 +17,10 @@ import os
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ from millstream.config import EngineConfig
 from millstream.errors import ConfigError, EngineDeadError, MillstreamError, ModelError
 from millstream.executor.base import OnProgress, Wake
 from millstream.executor.stage_process import StageProcess
+from millstream.executor.start_watch import StartWatch
 from millstream.hub.files import resolve
 from millstream.log import log
 from millstream.messages import (
+    MAX_MESSAGE_BYTES,
     FromWorker,
     KVCacheSize,
     ModelRunnerOutput,
@@ -52,7 +56,6 @@ from millstream.parallel.context import share_cores
 from millstream.parallel.layout import hidden_slot_bytes, token_slot_bytes
 from millstream.parallel.ring import Board, Ring, fds_of
 from millstream.parallel.stage import stages_of
-from millstream.worker.process import MAX_MESSAGE_BYTES
 from millstream.worker.stage_cost import choose_layer_split
 
 _STOP_SECONDS = 2.0
@@ -75,7 +78,7 @@ class MultiprocExecutor:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._stages: list[StageProcess] = []
         self._board: Board | None = None
-        self._in_flight: dict[int, _StepFuture] = {}
+        self._in_flight: dict[int, deque[_StepFuture]] = {}
         self._watch = _Watch(config.parallel.watchdog_timeout)
         self._silent: set[int] = set()
         """Stages that have not answered the last ping."""
@@ -101,8 +104,10 @@ class MultiprocExecutor:
         plans: dict[int, StagePlan] = {}
         infos: dict[int, WorkerInfo] = {}
         progress: dict[int, StageProgress] = {}
+        watch = StartWatch(self._stages, config.parallel.watchdog_timeout)
         while len(infos) < len(self._stages):
-            for message in self._receive(None, None):
+            for message in self._receive(None, watch.interval):
+                watch.hear(message)
                 match message:
                     case StagePlan():
                         plans[message.rank] = message
@@ -116,6 +121,8 @@ class MultiprocExecutor:
                         infos[message.rank] = message.info
                     case _:
                         raise AssertionError(f"{type(message).__name__} from a stage that is starting")
+            if (hung := watch.find_hung()) is not None:
+                self._fail_hung(self._stages[hung])
         self._watch.restart()
         return _sum_up([infos[rank] for rank in range(len(infos))])
 
@@ -123,8 +130,8 @@ class MultiprocExecutor:
         num_stages, scheduler = len(split), self._config.scheduler
         cpus = share_cores(sorted(os.sched_getaffinity(0)), num_stages)
         log.info("Pipeline of %d stages with %s layers", num_stages, ", ".join(map(str, split)))
-        # one more than can be in flight, so that nobody ever waits for a free slot
-        num_slots = self.depth + 1
+        # one more than can be in flight (scheduling runs one ahead), so that nobody ever waits for a free slot
+        num_slots = self.depth + 2
         hidden_bytes = hidden_slot_bytes(
             max_tokens=scheduler.max_num_batched_tokens,
             width=arch.hidden_size,
@@ -164,14 +171,15 @@ class MultiprocExecutor:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+    def submit(self, step: SchedulerOutput) -> list[Future[ModelRunnerOutput]]:
         """Queue a step. Raises EngineDeadError where a stage is gone."""
         self._raise_if_dead()
         if not self._in_flight:
             self._watch.restart()
-        future = self._in_flight[step.step_id] = _StepFuture(self)
+        futures = [_StepFuture(self) for _ in range(step.num_steps)]
+        self._in_flight[step.step_id] = deque(futures)
         self._broadcast(step)
-        return future
+        return list(futures)
 
     def wait(self, wake: Wake | None = None) -> None:
         """Wait until a step has landed or `wake` can be read. Raises EngineDeadError where a stage has ended, failed
@@ -253,7 +261,10 @@ class MultiprocExecutor:
         self._watch.restart()
         match message:
             case ModelRunnerOutput():
-                self._in_flight.pop(message.step_id).set_result(message)
+                futures = self._in_flight[message.step_id]
+                futures.popleft().set_result(message)
+                if not futures:
+                    del self._in_flight[message.step_id]
                 return True
             case Pong():
                 self._silent.discard(message.rank)
@@ -270,20 +281,22 @@ class MultiprocExecutor:
             self._broadcast(Ping())
             self._watch.restart()
             return
-        stage = self._hung_stage()
+        self._fail_hung(self._hung_stage())
+
+    def _fail_hung(self, stage: StageProcess) -> None:
+        """Show where it is, then fail."""
         log.error("%s does not answer; where it is:", stage)
         stage.dump_stack()
         limit = self._config.parallel.watchdog_timeout
         self._fail(EngineDeadError(f"{stage} hangs: no answer for {limit:g} s (--watchdog-timeout)"))
 
     def _hung_stage(self) -> StageProcess:
-        """The first stage that has not done the oldest step in flight: those after it only wait for it."""
+        """The first of the stages that have done the fewest steps: those after it only wait for it."""
         assert self._board is not None
         if not self._in_flight:
             return self._stages[min(self._silent)]
-        oldest = min(self._in_flight)
-        undone = [stage for stage in self._stages if self._board.num_done(stage.rank) <= oldest]
-        return undone[0] if undone else self._stages[-1]
+        num_done = [self._board.num_done(stage.rank) for stage in self._stages]
+        return self._stages[num_done.index(min(num_done))]
 
     def _error_of(self, failed: StageFailed) -> MillstreamError:
         """The stage's own error where it is a user's to mend, else EngineDeadError; logs its stack."""
@@ -297,7 +310,7 @@ class MultiprocExecutor:
 
     def _fail(self, death: MillstreamError) -> None:
         self._death = death
-        for future in self._in_flight.values():
+        for future in chain.from_iterable(self._in_flight.values()):
             future.set_exception(death)
         self._in_flight.clear()
         raise death

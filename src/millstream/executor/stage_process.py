@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -48,6 +49,16 @@ class StageProcess:
         """Can be read when the process has printed something or has ended."""
         assert self._process.stdout is not None
         return self._process.stdout.fileno()
+
+    def processor_seconds(self) -> float:
+        """What all its threads have used so far."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:  # it has ended
+            return 0.0
+        # after the name in brackets, which may hold anything: fields 3 and on
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def has_ended(self) -> bool:
         """Whether it has, once `output_fd` can be read; what it has printed is passed on."""

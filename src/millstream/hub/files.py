@@ -6,7 +6,8 @@ from pathlib import Path
 
 from millstream.errors import ModelError
 from millstream.hub.local import ALIASES, HubId, ModelFiles, default_cache_dir, in_cache, in_file, in_folder
-from millstream.hub.pull import pull, pull_hub
+
+# What fetches is imported where it is called: it brings the progress bars, which files that are here don't need.
 
 __all__ = ["ModelFiles", "default_cache_dir", "resolve"]
 
@@ -26,6 +27,8 @@ def resolve(model: str, *, cache_dir: str | None = None, fetch: bool = True) -> 
             return found
         if not fetch:
             raise ModelError(f"{model} is not in {home}: fetch it with `millstream pull {model}`")
+        from millstream.hub.pull import pull
+
         return pull(model, cache_dir=cache_dir)
     if not model or "\0" in model:
         raise ModelError(f"the model {model!r} is not a name")
@@ -43,6 +46,8 @@ def resolve(model: str, *, cache_dir: str | None = None, fetch: bool = True) -> 
             f"there is no model {model!r}: looked for an alias ({', '.join(ALIASES)}), a folder and a file; "
             "a hub id has the form ORG/NAME"
         )
+    from millstream.hub.pull import pull_hub
+
     # Without asking the hub first, a start takes no network when all is here.
     try:
         return pull_hub(hub_id, local_only=True)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
 from millstream.errors import ModelError
+from millstream.hub.gguf_types import BY_NUMBER
 
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 4
@@ -121,16 +120,14 @@ class _Reader:
         return name, [self._u64() for _ in range(num_dims)], self._u32(), self._u64()
 
     def _tensor(self, name: str, dims: list[int], kind: int, offset: int) -> GGUFTensor:
-        try:
-            ggml_type = GGMLQuantizationType(kind)
-            block_len, block_bytes = GGML_QUANT_SIZES[ggml_type]
-        except (ValueError, KeyError):
-            raise self._error(f"the tensor {name!r} has the unknown type number {kind}") from None
+        if kind not in BY_NUMBER:
+            raise self._error(f"the tensor {name!r} has the unknown type number {kind}")
+        _, type_name, block_len, block_bytes = BY_NUMBER[kind]
         if 0 in dims:
             raise self._error(f"the tensor {name!r} is empty: its shape is {dims[::-1]}")
         if dims[0] % block_len:
             raise self._error(
-                f"the tensor {name!r} has rows of {dims[0]} values: {ggml_type.name} needs a multiple of {block_len}"
+                f"the tensor {name!r} has rows of {dims[0]} values: {type_name} needs a multiple of {block_len}"
             )
         num_bytes = dims[0] // block_len * block_bytes
         for dim in dims[1:]:
@@ -142,7 +139,7 @@ class _Reader:
         return GGUFTensor(
             name=name,
             type=kind,
-            type_name=ggml_type.name,
+            type_name=type_name,
             shape=tuple(reversed(dims)),
             offset=offset,
             num_bytes=num_bytes,

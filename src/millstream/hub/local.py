@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from millstream.errors import ModelError
+from millstream.hub.gguf import GGUFFile, read_gguf
 
 MAX_JSON_BYTES = 256 * 2**20
 
@@ -21,6 +23,11 @@ class ModelFiles:
     """What clients may call the model: the last part of what the user asked for."""
     kind: Literal["gguf", "safetensors"]
     path: Path
+
+    @functools.cached_property
+    def gguf(self) -> GGUFFile:
+        """The header of a .gguf file, read once: that takes a while, as it holds the vocabulary. Raises ModelError."""
+        return read_gguf(self.path)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ try:
 except ImportError as e:  # built without a compiler, or for another machine
     _import_error = f"the native kernels can't be loaded: {e}"
 
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 """Instruction sets, ascending: a processor that has one has those before it."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

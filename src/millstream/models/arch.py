@@ -13,7 +13,7 @@ from typing import Any
 
 from millstream.errors import ModelError
 from millstream.hub.files import ModelFiles
-from millstream.hub.gguf import GGUFFile, read_gguf
+from millstream.hub.gguf import GGUFFile
 from millstream.models.family import Family
 from millstream.models.fields import Fields
 from millstream.models.llama import LLAMA
@@ -72,7 +72,7 @@ class ModelArch:
     def from_files(cls, files: ModelFiles) -> ModelArch:
         """Read the architecture. Raises ModelError, naming the setting, for one that is odd or not supported."""
         if files.kind == "gguf":
-            return arch_from_gguf(read_gguf(files.path))
+            return arch_from_gguf(files.gguf)
         return arch_from_hf(_read_json(files.path / "config.json"), _read_json(files.path / "generation_config.json"))
 
     @property

@@ -50,10 +50,19 @@ class HiddenReceiver:
         self._header = _header(num_stages)
         self._rank = rank
         self._hidden = _hidden_views(self._ring.slots, hidden_header_bytes(num_stages), width, dtype)
+        self._slot: int | None = None
+
+    def next_step_id(self) -> int:
+        """Of the step whose hidden states come next; waits for them."""
+        if self._slot is None:
+            self._slot = self._ring.take()
+        step_id: int = self._header.unpack_from(self._ring.slots[self._slot])[0]
+        return step_id
 
     def receive(self, step_id: int, num_tokens: int) -> tuple[Tensor, list[StageTime]]:
         """A step's hidden states (T, D), valid until `release`, and the times of the stages before."""
-        slot = self._ring.take()
+        slot = self._ring.take() if self._slot is None else self._slot
+        self._slot = None
         found, *numbers = self._header.unpack_from(self._ring.slots[slot])
         assert found == step_id, f"hidden states of step {found} came for step {step_id}"
         width = len(StageTime._fields)

@@ -109,7 +109,7 @@ class RingReader(_Slots):
 
 
 class Board:
-    """Where each stage notes the last step it has done, so that whoever looks sees which stage hangs."""
+    """Where each stage counts the steps it has done, so that whoever looks sees which stage hangs."""
 
     def __init__(self, fd: int, num_stages: int) -> None:
         self._memory = mmap.mmap(fd, num_stages * 8)
@@ -119,9 +119,9 @@ class Board:
         """A new board's file descriptor."""
         return _shared_memory("millstream-board", num_stages * 8)
 
-    def note(self, rank: int, step_id: int) -> None:
-        """This stage has done this step (step ids count from 0)."""
-        struct.pack_into("q", self._memory, rank * 8, step_id + 1)
+    def count(self, rank: int) -> None:
+        """This stage has done one more step."""
+        struct.pack_into("q", self._memory, rank * 8, self.num_done(rank) + 1)
 
     def num_done(self, rank: int) -> int:
         """Steps that a stage has done."""

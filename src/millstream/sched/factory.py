@@ -33,7 +33,8 @@ def make_scheduler(
 ) -> Scheduler:
     """The scheduler that the settings ask for, for these workers.
 
-    `depth`: steps in flight; `prior`: what steps cost before any was measured, where more is known than `first_guess`.
+    `depth`: stages that steps follow each other through; `prior`: what steps cost before any was measured, where more
+    is known than `first_guess`.
     """
     cost_model = CostModel(prior or first_guess(info))
     policy: ChunkPolicy
@@ -56,4 +57,8 @@ def make_scheduler(
         policy=policy,
         cost_model=cost_model,
         chunk_pipelining=config.chunk_pipelining,
+        async_scheduling=config.async_scheduling,
+        num_stages=depth,
+        max_steps=config.num_scheduler_steps,
+        adaptive_steps=config.adaptive_steps,
     )

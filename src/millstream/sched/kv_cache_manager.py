@@ -83,8 +83,9 @@ class KVCacheManager:
     def publish(self, request: Request, num_tokens: int) -> None:
         """Let others reuse the full blocks among the request's first `num_tokens` tokens.
 
-        Called when the step that computes them is scheduled: workers take steps in order and write the keys and
-        values of a whole step before they read any, so whoever finds a block also finds its contents.
+        Called for prompts when the step that computes them is scheduled: workers begin with decisions in order and
+        write the keys and values of a whole step before they read any, so whoever finds a block also finds its
+        contents. Called for answers when the step has landed.
         """
         if not self.enable_prefix_caching:
             return

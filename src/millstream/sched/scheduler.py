@@ -3,12 +3,14 @@
 There is no prefill and no decode: a step is {request: number of tokens} under a token budget, and a request's
 computed tokens catch up with its known ones. `schedule` makes a step, `update` takes its result; several steps may be
 in flight between the two. The scheduler holds no tensors and knows no device.
+
+A token that is being sampled is pending: its place in the request is known, so the step that computes on it can be
+scheduled too, and the workers fill it in. One decision may also be for several steps, with a token from each.
 """
 
 from __future__ import annotations
 
 import heapq
-import operator
 from dataclasses import dataclass, field
 
 from millstream.errors import ContextLengthError
@@ -31,12 +33,19 @@ class _Batch:
     new_block_ids: list[list[int]] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     """Tell, when the step lands, which requests were preempted since."""
-    is_sampled: list[bool] = field(default_factory=list)
+    num_sampled: list[int] = field(default_factory=list)
+    """Tokens to come from each row, one from each step."""
     new_requests: list[NewRequest] = field(default_factory=list)
+    num_landed: int = 0
+    """Steps that have landed, of as many as the longest row has."""
     load: StepLoad = field(default_factory=StepLoad)
     chunk_rows: dict[str, int] = field(default_factory=dict)
     """Which row is whose, of prompts: one may get a second share."""
     predicted_seconds: float = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        return max(1, *self.num_sampled)
 
     def add(self, request: Request, start: int, count: int, new_block_ids: list[int]) -> None:
         self.requests.append(request)
@@ -44,7 +53,16 @@ class _Batch:
         self.counts.append(count)
         self.new_block_ids.append(new_block_ids)
         self.epochs.append(request.num_preemptions)
+        self.num_sampled.append(0)
         request.num_in_flight_tokens += count
+
+    def sample(self, row: int, count: int, step_id: int) -> None:
+        """Want `count` tokens from a row, from as many steps; all but the last are computed on as well."""
+        request = self.requests[row]
+        self.num_sampled[row] = count
+        request.num_pending_tokens += count
+        request.num_in_flight_tokens += count - 1
+        request.pending_step_id = step_id
 
     def add_chunk(self, request: Request, count: int) -> None:
         """The next `count` tokens of a prompt, in a row of their own or after those that it has in the step."""
@@ -63,7 +81,9 @@ class Scheduler:
 
     `policy` says how much a step computes (default: as many tokens as fit). `cost_model` learns from the slowest stage
     of each step, and is the one that the policy looks at, if it looks at any. Without `chunk_pipelining` a request's
-    next chunk waits until the one before has landed.
+    next chunk waits until the one before has landed, and without `async_scheduling` its next token until the last one
+    is known. Up to `max_steps` tokens of each answer are decided at once, with `adaptive_steps` only while no prompt
+    wants to be computed.
     """
 
     def __init__(
@@ -75,6 +95,10 @@ class Scheduler:
         policy: ChunkPolicy | None = None,
         cost_model: CostModel | None = None,
         chunk_pipelining: bool = True,
+        async_scheduling: bool = False,
+        num_stages: int = 1,
+        max_steps: int = 1,
+        adaptive_steps: bool = True,
     ) -> None:
         self.kv_cache = kv_cache
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -83,10 +107,14 @@ class Scheduler:
         self.policy = policy or FixedPolicy(max_num_batched_tokens)
         self.cost_model = cost_model or CostModel()
         self.chunk_pipelining = chunk_pipelining
+        self.async_scheduling = async_scheduling
+        self.num_stages = num_stages
+        self.max_steps = max_steps
+        self.adaptive_steps = adaptive_steps
         self.requests: dict[str, Request] = {}
         self.backlog = Backlog()
         self.predicted_seconds = 0.0
-        """What the step that `update` settled last was expected to take on its slowest stage."""
+        """What the step that `update` settled last was expected to take on its slowest stage; 0: nobody asked."""
         self._waiting = WaitingQueue()
         self._running = RequestQueue()
         self._overtaking = Overtaking()
@@ -136,7 +164,10 @@ class Scheduler:
         decodes, prompts, num_decoding = self._ready()
         num_in_flight = len(self._in_flight)
         max_decodes = self.policy.max_decodes(num_decoding, num_ready=len(decodes), num_in_flight=num_in_flight)
-        self._schedule_decodes(batch, decodes, max_decodes)
+        can_admit = bool(self._waiting) and len(self._running) < self.max_num_running
+        # prompts would have to wait while a decision for many steps is computed
+        num_steps = 1 if self.adaptive_steps and (prompts or can_admit) else self.max_steps
+        self._schedule_decodes(batch, decodes, max_decodes, num_steps)
         budget = self.policy.open_step(batch.load, backlog=self.backlog.load, num_decoding=num_decoding)
         if self._stats.num_preemptions == num_preempted:
             self._schedule_prompts(batch, prompts, budget, may_admit=True)
@@ -144,26 +175,32 @@ class Scheduler:
             # what was preempted for want of blocks must not be readmitted on the blocks it gave up
             prompts = [r for r in prompts if r.status is RequestStatus.RUNNING]
             self._schedule_prompts(batch, prompts, budget, may_admit=False)
-        return self._seal(batch) if batch.requests else None
+        return self._seal(batch, num_steps) if batch.requests else None
 
     def update(self, result: ModelRunnerOutput) -> EngineOutputs:
         """Settle a step: what it brought, for every request with news."""
-        batch = self._in_flight.pop(result.step_id)
-        self.predicted_seconds = batch.predicted_seconds
-        if result.stage_seconds:
+        batch = self._in_flight[result.step_id]
+        step = batch.num_landed
+        batch.num_landed += 1
+        self.predicted_seconds = batch.predicted_seconds if step == 0 else 0.0
+        if step == 0 and result.stage_seconds:
             self.cost_model.observe(batch.load, max(result.stage_seconds))
+        if batch.num_landed == batch.num_steps:
+            del self._in_flight[result.step_id]
+            # where decisions are for several steps, a later one may be done before an earlier one
+            self.kv_cache.pool.land(min(self._in_flight, default=self._next_step_id) - 1)
         new_tokens = dict(zip(result.request_ids, result.new_token_ids, strict=True))
         news = EngineOutputs([], [], [], [], [], logprobs={}, prompt_logprobs=result.prompt_logprobs)
-        self.kv_cache.pool.land(result.step_id)
-        self._stats.num_step_requests = len(batch.requests)
-        rows = zip(batch.requests, batch.counts, batch.epochs, batch.is_sampled, strict=True)
-        for request, count, epoch, is_sampled in rows:
+        rows = zip(batch.requests, batch.counts, batch.epochs, batch.num_sampled, strict=True)
+        for request, count, epoch, num_sampled in rows:
+            if step > 0 and num_sampled <= step:
+                continue
+            self._stats.num_step_requests += 1
             if request.is_finished or request.num_preemptions != epoch:
                 continue  # aborted or preempted while in flight: what landed is void
-            request.num_in_flight_tokens -= count
-            request.num_computed_tokens += count
-            self._stats.num_step_tokens += count
-            if is_sampled:
+            num_settled = count if step == 0 else 1
+            self._settle(request, num_settled)
+            if num_sampled:
                 kept = self._take_tokens(request, new_tokens[request.request_id])
                 if request.request_id in result.logprobs:
                     news.logprobs[request.request_id] = result.logprobs[request.request_id][: len(kept)]
@@ -198,17 +235,30 @@ class Scheduler:
         """Running requests that want one token, and more, both by rank; how many have begun to answer in all."""
         decodes: list[Request] = []
         prompts: list[Request] = []
-        num_decoding = 0
+        too_early: list[Request] = []
+        num_decoding, is_async = 0, self.async_scheduling
+        # before later steps the workers have sampled what is pending, or are about to
+        last_step_id = self._next_step_id - self.num_stages
         for request in self._running:
-            # request.num_new_tokens, without the calls: this runs over all that are running, every step
-            num_tokens = len(request.token_ids)
-            num_new = num_tokens - request.num_computed_tokens - request.num_in_flight_tokens
+            # this runs over all that are running, every step: no calls, and what is in flight is passed over soon
+            num_tokens, num_pending = len(request.token_ids), request.num_pending_tokens
+            if num_pending:
+                num_decoding += 1
+                # all but the last pending one are computed on by steps that are in flight already
+                if is_async and num_pending == 1 and num_tokens + 1 < request.max_num_tokens:
+                    (decodes if request.pending_step_id <= last_step_id else too_early).append(request)
+                continue
             num_decoding += num_tokens > request.num_prompt_tokens
+            num_new = num_tokens - request.num_computed_tokens - request.num_in_flight_tokens
             if num_new > 0 and (self.chunk_pipelining or request.num_in_flight_tokens == 0):
                 (decodes if num_new == 1 else prompts).append(request)
+        if too_early and not decodes and not prompts and not self._waiting:
+            # the first stage has nothing better to do than to wait for the tokens that come first
+            first = min(r.pending_step_id for r in too_early)
+            decodes = [r for r in too_early if r.pending_step_id == first]
         return decodes, prompts, num_decoding
 
-    def _schedule_decodes(self, batch: _Batch, decodes: list[Request], count: int) -> None:
+    def _schedule_decodes(self, batch: _Batch, decodes: list[Request], count: int, num_steps: int) -> None:
         block_size = self.kv_cache.block_size
         no_blocks: list[int] = []
         # in the order of rank: whoever is preempted for a request's sake comes after it, so is not in the batch yet
@@ -224,9 +274,19 @@ class Scheduler:
                 continue
             batch.add(request, start, 1, block_ids)
             batch.load.decode_context += start + 1
-            if (start + 1) % block_size == 0:
-                self.kv_cache.publish(request, start + 1)
+            self._sample(batch, len(batch.requests) - 1, num_steps)
         batch.load.num_decodes = len(batch.requests)
+
+    def _sample(self, batch: _Batch, row: int, num_steps: int) -> None:
+        """Want the next tokens from a row: as many as there are steps, blocks for them, and tokens left to answer."""
+        request, count = batch.requests[row], 1
+        if num_steps > 1 and (wanted := min(num_steps, request.num_wanted_tokens)) > 1:
+            # the last one sampled is not computed on
+            added = self.kv_cache.grow(request, batch.starts[row] + batch.counts[row] + wanted - 1)
+            if added is not None:
+                count = wanted
+                batch.new_block_ids[row] = batch.new_block_ids[row] + added
+        batch.sample(row, count, self._next_step_id)
 
     def _grow_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
         """Blocks for the request, taken from the last in rank where none are free; None: not this step."""
@@ -245,7 +305,7 @@ class Scheduler:
         self.kv_cache.free(request, fence=self._fence(request))
         self._forget_ids.append(request.request_id)
         request.num_preemptions += 1
-        request.num_computed_tokens = request.num_in_flight_tokens = 0
+        request.num_computed_tokens = request.num_in_flight_tokens = request.num_pending_tokens = 0
         request.status = RequestStatus.PREEMPTED
         self._waiting.add(request)
         self.backlog.put(request)
@@ -327,15 +387,16 @@ class Scheduler:
 
     # -- both ---------------------------------------------------------------------------------------------------
 
-    def _seal(self, batch: _Batch) -> SchedulerOutput:
+    def _seal(self, batch: _Batch, num_steps: int) -> SchedulerOutput:
         """The step is complete: give it a number and write it down in columns."""
-        ends = map(operator.add, batch.starts, batch.counts)
-        num_left = [len(r.token_ids) - end for r, end in zip(batch.requests, ends, strict=True)]
-        batch.is_sampled = [left == 0 for left in num_left]
         for row in batch.chunk_rows.values():
+            request = batch.requests[row]
+            num_left = len(request.token_ids) - batch.starts[row] - batch.counts[row]
             # a single token left is for the next step to take as a decode
-            if num_left[row] <= 1:
-                self.backlog.discard(batch.requests[row])
+            if num_left <= 1:
+                self.backlog.discard(request)
+            if num_left == 0:
+                self._sample(batch, row, num_steps)
         batch.predicted_seconds = self.cost_model.predict(batch.load)
         output = SchedulerOutput(
             step_id=self._next_step_id,
@@ -345,15 +406,26 @@ class Scheduler:
             num_computed_tokens=batch.starts,
             num_scheduled_tokens=batch.counts,
             new_block_ids=batch.new_block_ids,
-            is_sampled=batch.is_sampled,
+            num_sampled_tokens=batch.num_sampled,
+            num_steps=batch.num_steps,
         )
         self._forget_ids = []
         self._in_flight[output.step_id] = batch
         self._next_step_id += 1
         return output
 
+    def _settle(self, request: Request, count: int) -> None:
+        """Some of the request's tokens are computed. Its answer's blocks, as they fill up, can now be found: that the
+        tokens are known, and their keys and values written, is certain only here."""
+        request.num_in_flight_tokens -= count
+        request.num_computed_tokens += count
+        self._stats.num_step_tokens += count
+        if request.num_computed_tokens % self.kv_cache.block_size < count:
+            self.kv_cache.publish(request, request.num_computed_tokens)
+
     def _take_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
         """Append sampled tokens up to a stop; those that count."""
+        request.num_pending_tokens -= len(token_ids)
         for i, token_id in enumerate(token_ids, 1):
             reason = request.append_token(token_id)
             if reason is not None:

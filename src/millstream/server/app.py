@@ -29,6 +29,7 @@ from millstream.server.prompts import Prompt, Prompts, check_ids
 from millstream.server.respond import Responder
 from millstream.server.schema import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from millstream.server.shapes import ChatShape, CompletionShape, ReplyHead
+from millstream.server.siblings import Siblings
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -36,8 +37,9 @@ CLIENT_CLOSED_REQUEST = 499
 class Served:
     """The model that the application serves, and all that answering takes."""
 
-    def __init__(self, llm: ServedLLM, config: ServerConfig, model_name: str) -> None:
+    def __init__(self, llm: ServedLLM, config: ServerConfig, model_name: str, siblings: Siblings | None) -> None:
         self.llm = llm
+        self.siblings = siblings
         self.model_name = model_name
         self.created = int(time.time())
         self.version = __version__
@@ -46,7 +48,13 @@ class Served:
         self.options = OptionsBuilder(config)
         self.generations = Generations()
         self.texts = TokenTexts(llm.tokenizer)
-        self.responder = Responder(llm, self.generations, self.options.seeds, ping_interval=config.sse_ping_interval)
+        self.responder = Responder(
+            llm,
+            self.generations,
+            self.options.seeds,
+            stream_interval=config.stream_interval,
+            ping_interval=config.sse_ping_interval,
+        )
 
     def head(self, prefix: str) -> ReplyHead:
         return ReplyHead(id=prefix + uuid.uuid4().hex, model=self.model_name, fingerprint=f"millstream-{self.version}")
@@ -110,14 +118,14 @@ class Served:
         }
 
 
-def create_app(llm: ServedLLM, config: ServerConfig, model_name: str) -> FastAPI:
-    """The application that serves `llm` under `model_name`. Raises ConfigError.
+def create_app(llm: ServedLLM, config: ServerConfig, model_name: str, *, siblings: Siblings | None = None) -> FastAPI:
+    """The application that serves `llm` under `model_name`, in this process and perhaps `siblings`. Raises ConfigError.
 
     `app.state.generations` holds what runs: `stop()` on it cuts all streams off with an error event.
     """
     if config.api_key is not None and not config.api_key.strip():
         raise ConfigError("--api-key is empty: give a key, or leave the setting out to serve without one")
-    served = Served(llm, config, model_name)
+    served = Served(llm, config, model_name, siblings)
     # its own /docs loads scripts from elsewhere, which fails offline
     app = FastAPI(title="millstream", version=served.version, docs_url=None, redoc_url=None)
     app.state.generations = served.generations
@@ -206,8 +214,9 @@ def _add_plain_routes(app: FastAPI, served: Served) -> None:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Figures in Prometheus' text format."""
-        return Response(llm.metrics.render(), headers={"content-type": llm.metrics.content_type})
+        """Figures of the whole server in Prometheus' text format."""
+        text = llm.metrics.render() if served.siblings is None else await served.siblings.render()
+        return Response(text, headers={"content-type": llm.metrics.content_type})
 
     @app.get("/version", response_class=Response)
     async def version() -> Response:

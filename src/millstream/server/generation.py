@@ -50,10 +50,13 @@ class Generation:
     def __init__(self, iterators: Sequence[AsyncIterator[Output]], registry: set[Generation]) -> None:
         self._registry = registry
         self._iterators = iterators
-        self._merged = _tagged(iterators[0]) if len(iterators) == 1 else _merge(iterators)
+        self._only = iterators[0] if len(iterators) == 1 else None
+        self._merged = _merge(iterators)
         self._first: asyncio.Task[tuple[int, Output] | None] | None = None
         self._waiter: asyncio.Task[Any] | None = None
         self._is_stopped = False
+        # asking for it costs a system call each time
+        self._loop = asyncio.get_running_loop()
 
     async def start(self, *, patience: float) -> None:
         """Wait for the first delta, so that a refusal can still be told by the HTTP status.
@@ -82,9 +85,12 @@ class Generation:
     async def _pull(self) -> tuple[int, Output] | None:
         if self._is_stopped:
             raise ServerStoppingError("the server is being stopped")
-        self._waiter = asyncio.current_task()
+        self._waiter = asyncio.current_task(self._loop)
         try:
-            return await anext(self._merged, None)
+            if self._only is None:
+                return await anext(self._merged, None)
+            output = await anext(self._only, None)
+            return None if output is None else (0, output)
         except asyncio.CancelledError:
             # stop() cancels, and so do others (a client that went away): only the first is an error to tell
             if self._is_stopped and self._waiter is not None and self._waiter.uncancel() == 0:
@@ -104,11 +110,6 @@ class Generation:
         await self._merged.aclose()
         for iterator in self._iterators:
             await close(iterator)
-
-
-async def _tagged(iterator: AsyncIterator[Output]) -> AsyncGenerator[tuple[int, Output], None]:
-    async for output in iterator:
-        yield 0, output
 
 
 async def _merge(iterators: Sequence[AsyncIterator[Output]]) -> AsyncGenerator[tuple[int, Output], None]:

@@ -1,15 +1,17 @@
 """`millstream serve`: start the engine process and the HTTP server, say what runs, end both together.
 
 The engine process starts first and loads its weights while this process imports the web framework, reads the
-tokenizer and begins to listen: /health answers at once, /ready when the model is there.
+tokenizer and begins to listen: /health answers at once, /ready when the model is there. With --api-processes over 1
+this process is the supervisor (`supervisor.py`), which starts those that answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 from millstream.config import EngineConfig, ServerConfig
@@ -18,9 +20,15 @@ from millstream.hub.files import ModelFiles, resolve
 from millstream.log import log
 from millstream.messages import WorkerInfo
 
+try:
+    import resource
+except ImportError:  # Windows has no such limit
+    resource = None  # type: ignore[assignment]
+
 # what this process alone needs is imported while the engine process is loading: it takes a good part of a second
 if TYPE_CHECKING:
     from millstream.engine.async_llm import AsyncLLM
+    from millstream.tokenizer.tokenizer import Tokenizer
 
 GIB = 2**30
 
@@ -31,11 +39,12 @@ def launch(engine: EngineConfig, server: ServerConfig) -> int:
     Raises ConfigError or ModelError where the start fails for a reason that the user can mend, EngineDeadError where
     the engine died.
     """
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(_launch(engine, server))
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop of an API process; None: the library's own."""
     if sys.platform == "win32":
         return None
     import uvloop
@@ -44,12 +53,24 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def _raise_file_limit() -> None:
+    """Let all processes have as many connections as the system allows: most shells allow 1,024 files."""
+    if resource is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def _launch(engine: EngineConfig, server: ServerConfig) -> int:
     started = time.monotonic()
+    _raise_file_limit()
     files = await asyncio.to_thread(resolve, engine.model.model, cache_dir=engine.model.cache_dir)
     log.info("Loading %s (%s)", files.name, files.path)
-    client = await EngineClient.start(engine, log_level=server.log_level)
+    is_only = server.api_processes == 1
+    client = await EngineClient.start(engine, log_level=server.log_level, takes_outputs=is_only)
     try:
+        if not is_only:
+            return await _supervise(client, engine, server, files, started)
         return await _serve(client, engine, server, files, started)
     finally:
         await client.stop()
@@ -60,7 +81,8 @@ async def _serve(
 ) -> int:
     from millstream.engine.async_llm import AsyncLLM
     from millstream.server.app import create_app
-    from millstream.server.run import bind, serve
+    from millstream.server.listen import bind
+    from millstream.server.run import serve
     from millstream.tokenizer.tokenizer import Tokenizer
 
     sock = bind(server)
@@ -79,9 +101,8 @@ async def _serve(
             await serving
             return 0
         info = await loading
-        _announce(info, await url, name, server, time.monotonic() - started)
-        if tokenizer.chat_template is None:
-            log.warning("%s has no chat template: chat needs --chat-template FILE; completions work", name)
+        _announce(info, await url, name, engine, server, time.monotonic() - started)
+        warn_without_template(tokenizer, name)
         dying = asyncio.create_task(llm.wait_dead(), name="engine-watch")
         await asyncio.wait({serving, dying}, return_when=asyncio.FIRST_COMPLETED)
         if dying.done():
@@ -97,22 +118,58 @@ async def _serve(
         await asyncio.wait({serving})
 
 
+async def _supervise(
+    client: EngineClient, engine: EngineConfig, server: ServerConfig, files: ModelFiles, started: float
+) -> int:
+    from millstream.server.listen import bind, url_of
+    from millstream.server.supervisor import Supervisor
+
+    name = server.served_model_name or files.name
+    sock = bind(server)
+    url = url_of(sock)
+
+    def on_ready(info: WorkerInfo) -> None:
+        _announce(info, url, name, engine, server, time.monotonic() - started)
+
+    with _progress_bar() as on_progress:
+        await Supervisor(client, engine, server, sock).run(on_progress=on_progress, on_ready=on_ready)
+    log.info("Goodbye")
+    return 0
+
+
 async def _load(llm: AsyncLLM) -> WorkerInfo:
+    with _progress_bar() as on_progress:
+        return await llm.start(on_progress=on_progress)
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Generator[Callable[[int, int], None], None, None]:
+    """Something to tell the bytes of weights loaded, and all; shown on a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("Loading weights"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("weights", total=None)
-        return await llm.start(on_progress=lambda done, total: progress.update(task, completed=done, total=total))
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _announce(info: WorkerInfo, url: str, name: str, server: ServerConfig, seconds: float) -> None:
+def warn_without_template(tokenizer: Tokenizer, name: str) -> None:
+    """Say so where the model called `name` has no chat template."""
+    if tokenizer.chat_template is None:
+        log.warning("%s has no chat template: chat needs --chat-template FILE; completions work", name)
+
+
+def _announce(
+    info: WorkerInfo, url: str, name: str, engine: EngineConfig, server: ServerConfig, seconds: float
+) -> None:
     """What a person wants to know at the start, the last thing a command to copy."""
     capacity = info.num_blocks * info.block_size
     phases = ", ".join(f"{phase} {duration:.2f} s" for phase, duration in info.phases.items())
-    log.info("Weights: %.2f GiB in %s", info.weight_bytes / GIB, info.dtype)
+    log.info("Weights: %.2f GiB in %s", info.weight_bytes / GIB, engine.model.quantization or info.dtype)
     log.info(
         "KV cache: %.2f GiB, %d tokens in %d blocks: %.1f requests of full length (%d tokens)",
         info.kv_cache_bytes / GIB,

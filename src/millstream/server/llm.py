@@ -139,8 +139,10 @@ class ServedLLM(Protocol):
         cache_salt: str = "",
         skip_special_tokens: bool = True,
         has_progress: bool = False,
+        interval: int = 1,
     ) -> AsyncIterator[Any]:
         """The deltas (`Output`) of all n answers, as they come; with `has_progress` news of the prompt before them.
+        A delta has `interval` tokens at least, but for an answer's first and last.
 
         Raises RequestError before the first of them, EngineDeadError at any time. Closing the iterator, or
         cancelling the task that waits for it, aborts the request in the engine.

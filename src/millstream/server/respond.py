@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,8 +23,14 @@ from millstream.server.params import Options, Seeds
 from millstream.server.prompts import LONG_TEXT_LEN, Prompt
 from millstream.server.shapes import DONE, Answer, Progress, PromptTokensDetails, Shape, Usage
 
+PING = b": ping\n\n"
+"""A comment: clients skip it."""
 FIRST_OUTPUT_PATIENCE = 10.0
 """Seconds that a stream's headers wait for its first delta, so that a refusal has its own status."""
+
+
+WHOLE = sys.maxsize
+"""As an interval: the whole answer at once."""
 
 
 class Collector:
@@ -139,30 +145,71 @@ class Collector:
         return self._shape.whole(self.answers, self.usage(), has_logprobs=self._has_logprobs)
 
 
-class EventStream(EventSourceResponse):
-    """Server-sent events of a generation, which is closed however the stream ends, begun or not."""
+class EventStream(Response):
+    """Server-sent events of a generation, which is closed however the stream ends, begun or not.
 
-    def __init__(self, content: AsyncGenerator[bytes, None], generation: Generation, *, ping_interval: float) -> None:
-        super().__init__(content, sep="\n", ping=ping_interval)
+    A client that does not read holds up nobody but itself: its events wait in the socket up to a limit, and then its
+    deltas in their slots.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], generation: Generation, *, ping_interval: float) -> None:
+        # proxies must neither keep nor gather what should be seen at once
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
         self._generation = generation
+        self._ping_interval = ping_interval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.create_task(self._write(send))
+        others = [asyncio.create_task(_disconnected(receive))]
+        if self._ping_interval:
+            others.append(asyncio.create_task(_ping(send, self._ping_interval)))
         try:
-            await super().__call__(scope, receive, send)
+            await asyncio.wait({writing, *others}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
         finally:
+            for task in (writing, *others):
+                task.cancel()
+            await asyncio.gather(writing, *others, return_exceptions=True)
+            await self._events.aclose()
             await self._generation.aclose()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for events in self._events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ping(send: Send, interval: float) -> None:
+    while True:
+        await asyncio.sleep(interval)
+        await send({"type": "http.response.body", "body": PING, "more_body": True})
 
 
 class Responder:
     """Runs prompts on the engine and answers the HTTP request with what comes.
 
-    `ping_interval` is in seconds: how often a quiet stream gets a comment; 0: never.
+    `stream_interval` is the number of tokens of a chunk; `ping_interval` in seconds says how often a stream gets a
+    comment; 0: never.
     """
 
-    def __init__(self, llm: ServedLLM, generations: Generations, seeds: Seeds, *, ping_interval: float) -> None:
+    def __init__(
+        self, llm: ServedLLM, generations: Generations, seeds: Seeds, *, stream_interval: int, ping_interval: float
+    ) -> None:
         self._llm = llm
         self._generations = generations
         self._seeds = seeds
+        self._stream_interval = stream_interval
         self._ping_interval = ping_interval
         # pings can't begin before the headers are sent
         self._patience = min(FIRST_OUTPUT_PATIENCE, ping_interval or math.inf)
@@ -210,6 +257,7 @@ class Responder:
                     cache_salt=options.cache_salt,
                     skip_special_tokens=options.skip_special_tokens,
                     has_progress=options.include_progress,
+                    interval=self._stream_interval if options.stream else WHOLE,
                 )
             )
         return self._generations.open(iterators)

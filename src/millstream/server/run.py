@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import sys
 from collections.abc import Callable, Generator
 
 import uvicorn
@@ -19,8 +18,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from millstream.config import ServerConfig
-from millstream.errors import ConfigError
 from millstream.log import log
+from millstream.server.listen import BACKLOG, bind, url_of
 
 GRACE_SECONDS = 3.0
 CUT_OFF_SECONDS = 2
@@ -28,7 +27,6 @@ CUT_OFF_SECONDS = 2
 
 MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_SECONDS = 75
-BACKLOG = 2048
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -61,38 +59,46 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
+    async def take(self, connection: socket.socket) -> None:
+        """Serve a connection that another process has accepted."""
 
-def bind(config: ServerConfig) -> socket.socket:
-    """The listening socket, bound and kept: nobody can take the port before the server uses it.
+        def protocol() -> BoundedProtocol:
+            return BoundedProtocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
-    Raises ConfigError, naming --host or --port.
-    """
-    try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as e:
-        raise ConfigError(f"--host is {config.host!r}: it is no address of this machine ({e})") from e
-    family, kind, proto, _, address = found[0]
-    sock = socket.socket(family, kind, proto)
-    try:
-        if sys.platform != "win32":
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except OSError as e:
-        sock.close()
-        raise ConfigError(
-            f"--port is {config.port}: can't listen on {config.host}:{config.port} ({e.strerror}); "
-            "choose another one, 0 takes any that is free"
-        ) from e
-    return sock
+        with contextlib.suppress(OSError):  # it may be gone by now
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
 
 
-def url_of(sock: socket.socket) -> str:
-    """Where a client on this machine finds the server."""
-    host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+class HandedConnections:
+    """Connections that the parent process has accepted, each sent with one byte over a socket."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._channel.setblocking(False)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, server: _Server) -> None:
+        """Give `server` all that come, from now on."""
+        asyncio.get_running_loop().add_reader(self._channel.fileno(), self.take_all, server)
+
+    def take_all(self, server: _Server) -> None:
+        """Give `server` those that are there."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while True:
+                byte, fds, _, _ = socket.recv_fds(self._channel, 1, 1)
+                if not byte:
+                    # the parent is gone, of which this process hears elsewhere
+                    self.close()
+                    return
+                if not fds:
+                    log.error("A connection is lost: this process may open no more files")
+                    continue
+                task = asyncio.ensure_future(server.take(socket.socket(fileno=fds[0])))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._channel.fileno())
 
 
 async def serve(
@@ -101,14 +107,15 @@ async def serve(
     on_listening: Callable[[str], None],
     *,
     sock: socket.socket | None = None,
+    handed: HandedConnections | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Serve `app` until SIGINT, SIGTERM or `stop`; `on_listening` gets the URL once connections are taken.
 
-    `sock` is a socket from `bind`, for those who want to know of a port in use before they load a model.
-    Raises ConfigError where the port can't be used.
+    `sock` is a socket from `bind`, for those who want to know of a port in use before they load a model. With `handed`
+    connections come from there, and the URL is empty. Raises ConfigError where the port can't be used.
     """
-    sock = sock or bind(config)
+    sockets = [] if handed is not None else [sock or bind(config)]
     server = _Server(
         uvicorn.Config(
             app,
@@ -135,25 +142,37 @@ async def serve(
         stop.set()
 
     with _signals(on_signal):
-        stopper = asyncio.create_task(_stop(app, server, stop, cut_off))
-        listener = asyncio.create_task(_tell(server, lambda: on_listening(url_of(sock))))
+        stopper = asyncio.create_task(_stop(app, server, handed, stop, cut_off))
+        listener = asyncio.create_task(
+            _listen(server, handed, lambda: on_listening(url_of(sockets[0]) if sockets else ""))
+        )
         try:
-            await server.serve(sockets=[sock])
+            await server.serve(sockets=sockets)
         finally:
             stopper.cancel()
             listener.cancel()
             await asyncio.gather(stopper, listener, return_exceptions=True)
-            sock.close()
+            for each in sockets:
+                each.close()
+            if handed is not None:
+                handed.close()
 
 
-async def _tell(server: uvicorn.Server, on_listening: Callable[[], None]) -> None:
+async def _listen(server: _Server, handed: HandedConnections | None, on_listening: Callable[[], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.005)
+    if handed is not None:
+        handed.open(server)
     on_listening()
 
 
-async def _stop(app: FastAPI, server: uvicorn.Server, stop: asyncio.Event, cut_off: asyncio.Event) -> None:
+async def _stop(
+    app: FastAPI, server: _Server, handed: HandedConnections | None, stop: asyncio.Event, cut_off: asyncio.Event
+) -> None:
     await stop.wait()
+    if handed is not None and server.started:
+        # what was accepted is answered, if only with the news that the server stops
+        handed.take_all(server)
     server.should_exit = True
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(cut_off.wait(), GRACE_SECONDS)

@@ -35,6 +35,8 @@ from millstream.messages import (
     encode,
 )
 from millstream.models.arch import ModelArch
+from millstream.models.sizes import stage_bytes
+from millstream.parallel.stage import stages_of
 from millstream.request import SamplingParams
 from millstream.sim.cost import CostModel, shape_of
 from millstream.sim.hardware import THIS_CPU, HardwareProfile, calibrated_path
@@ -96,17 +98,17 @@ class Prober:
             num_computed_tokens=[probe.context] * probe.num_rows,
             num_scheduled_tokens=[probe.num_tokens] * probe.num_rows,
             new_block_ids=[[]] * probe.num_rows,
-            is_sampled=[True] * probe.num_rows,
+            num_sampled_tokens=[1] * probe.num_rows,
         )
 
     def seconds(self, probe: Probe) -> float:
         """The median time of the step, over at least MIN_REPEATS runs; the first is not counted."""
-        self._executor.submit(self.step(probe)).result()
+        self._executor.submit(self.step(probe))[0].result()
         times: list[float] = []
         while len(times) < MIN_REPEATS or (sum(times) < MIN_SECONDS and len(times) < MAX_REPEATS):
             step = self.step(probe)
             started = time.perf_counter()
-            self._executor.submit(step).result()
+            self._executor.submit(step)[0].result()
             times.append(time.perf_counter() - started)
         return statistics.median(times)
 
@@ -121,24 +123,30 @@ def fit(
     description: str,
     sources: Sequence[str],
     memory_gib: float,
+    quantization: str | None = None,
 ) -> HardwareProfile:
     """The profile with which the cost model gives the measured seconds.
 
     `host` are the seconds of the engine process for each step and for each row.
     """
+
+    def cost_of(profile: HardwareProfile) -> CostModel:
+        return CostModel(arch, profile, dtype=dtype, parallel=ParallelConfig(), quantization=quantization)
+
     decodes = {n: seconds_of(Probe(n, 1, SHORT_CONTEXT)) for n in DECODE_ROWS}
     chunks = {n: seconds_of(Probe(1, n, 0)) for n in CHUNK_TOKENS}
     probes = {n: Probe(n, 1, SHORT_CONTEXT) for n in DECODE_ROWS} | {n: Probe(1, n, 0) for n in CHUNK_TOKENS}
     measured = decodes | chunks
     ops = 2.0 * arch.num_parameters()
     # what one row gets of the memory and the longest chunk gets of the arithmetic are the peaks
-    bandwidth = arch.weight_bytes(dtype) / measured[1]
+    (whole,) = stages_of((arch.num_layers,))
+    bandwidth = stage_bytes(arch, whole, dtype, quantization=quantization, is_head_shared=True) / measured[1]
     peak = max(n * ops / seconds for n, seconds in chunks.items())
     profile = HardwareProfile(
         name=THIS_CPU,
         description=description,
         sources=list(sources),
-        peak_tflops={dtype: peak / 1e12},
+        peak_tflops={kind: peak / 1e12 for kind in (dtype, quantization) if kind is not None},
         memory_gib=memory_gib,
         memory_share=0.9,
         bandwidth_gbs=bandwidth / 1e9,
@@ -157,25 +165,22 @@ def fit(
         return_us=0.0,
         front_end_us=FRONT_END_US,
     )
-    profile = _with_attention(arch, dtype, profile, make_step, seconds_of, decodes[LONG_ROWS], chunks[LONG_CHUNK])
-    shares = []
+    profile = _with_attention(cost_of, profile, make_step, seconds_of, decodes[LONG_ROWS], chunks[LONG_CHUNK])
+    cost, shares = cost_of(profile), []
     for rows, seconds in sorted(measured.items()):
-        whole, attention = _seconds_at_share_one(arch, dtype, profile, make_step(probes[rows]))
-        shares.append((float(rows), (whole - attention) / max(seconds - attention, seconds / 10)))
+        step = make_step(probes[rows])
+        attention = _attention_seconds(cost, step)
+        shares.append((float(rows), (cost(step).stages[0] - attention) / max(seconds - attention, seconds / 10)))
     return msgspec.structs.replace(profile, linear_compute=shares, linear_bandwidth=shares)
 
 
-def _seconds_at_share_one(
-    arch: ModelArch, dtype: str, profile: HardwareProfile, step: SchedulerOutput
-) -> tuple[float, float]:
-    """What the step takes with the profile as it is, and how much of that is attention."""
-    cost = CostModel(arch, profile, dtype=dtype, parallel=ParallelConfig())
-    return cost(step).stages[0], arch.num_layers * cost.attention_seconds(shape_of(step))
+def _attention_seconds(cost: CostModel, step: SchedulerOutput) -> float:
+    """What of a step is attention."""
+    return cost.arch.num_layers * cost.attention_seconds(shape_of(step))
 
 
 def _with_attention(
-    arch: ModelArch,
-    dtype: str,
+    cost_of: Callable[[HardwareProfile], CostModel],
     profile: HardwareProfile,
     make_step: Callable[[Probe], SchedulerOutput],
     seconds_of: Callable[[Probe], float],
@@ -185,8 +190,8 @@ def _with_attention(
     """The shares of attention, from what a long context adds to a step."""
 
     def share(long: Probe, short: Probe, added: float) -> float:
-        long_seconds = _seconds_at_share_one(arch, dtype, profile, make_step(long))[1]
-        short_seconds = _seconds_at_share_one(arch, dtype, profile, make_step(short))[1]
+        cost = cost_of(profile)
+        long_seconds, short_seconds = (_attention_seconds(cost, make_step(probe)) for probe in (long, short))
         # a difference within the noise would make attention free
         return (long_seconds - short_seconds) / max(added, 1e-6)
 
@@ -209,11 +214,11 @@ class _InstantExecutor:
     def start(self, on_progress: OnProgress) -> WorkerInfo:
         return self._info
 
-    def submit(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+    def submit(self, step: SchedulerOutput) -> list[Future[ModelRunnerOutput]]:
         future: Future[ModelRunnerOutput] = Future()
-        rows = [r for r, is_sampled in zip(step.request_ids, step.is_sampled, strict=True) if is_sampled]
+        rows = [r for r, wanted in zip(step.request_ids, step.num_sampled_tokens, strict=True) if wanted]
         future.set_result(ModelRunnerOutput(step.step_id, rows, [[100]] * len(rows), logprobs={}, prompt_logprobs={}))
-        return future
+        return [future]
 
     def shutdown(self) -> None:
         """Nothing runs."""
@@ -242,10 +247,18 @@ def host_seconds(info: WorkerInfo) -> tuple[float, float]:
     return max(0.0, low - few * row), row
 
 
-def calibrate(model: str | None, *, cache_dir: str | None, dtype: str, threads: int | None) -> Path:
+def calibrate(
+    model: str | None, *, cache_dir: str | None, dtype: str, threads: int | None, quantization: str | None = None
+) -> Path:
     """Measure and write the profile; where it is. Takes less than a minute. Raises ModelError or ConfigError."""
     config = EngineConfig(
-        model=ModelConfig(model=model or ModelConfig().model, dtype=dtype, cache_dir=cache_dir, max_model_len=2048),
+        model=ModelConfig(
+            model=model or ModelConfig().model,
+            dtype=dtype,
+            quantization=quantization,
+            cache_dir=cache_dir,
+            max_model_len=2048,
+        ),
         cache=CacheConfig(kv_cache_memory=1.0),
         scheduler=SchedulerConfig(max_num_seqs=2 * max(DECODE_ROWS), max_num_batched_tokens=max(CHUNK_TOKENS)),
         parallel=ParallelConfig(threads=threads),
@@ -261,13 +274,14 @@ def calibrate(model: str | None, *, cache_dir: str | None, dtype: str, threads: 
             prober.step,
             prober.seconds,
             host=host_seconds(info),
-            description=f"{_cpu_name()}, measured with {config.model.model} in {info.dtype}",
+            description=f"{_cpu_name()}, measured with {config.model.model} in {quantization or info.dtype}",
             sources=[f"Measured by millstream simulate --calibrate, {threads or 'all'} threads"],
             memory_gib=(info.weight_bytes + info.kv_cache_bytes) / 2**30 / 0.9 + 4,
+            quantization=quantization,
         )
     finally:
         executor.shutdown()
-    path = calibrated_path(threads)
+    path = calibrated_path(threads, quantization)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2))

@@ -66,7 +66,13 @@ def _calibrate(args: argparse.Namespace) -> int:
 
     if args.model_card is not None:
         raise ConfigError("--calibrate measures a real model: give --model (default: smollm2), not --model-card")
-    path = calibrate(args.model, cache_dir=args.cache_dir, dtype=args.dtype, threads=args.threads)
+    path = calibrate(
+        args.model,
+        cache_dir=args.cache_dir,
+        dtype=args.dtype,
+        threads=args.threads,
+        quantization=args.quantization,
+    )
     print(f"Profile written to {path}: use it with --hardware {path.stem}")
     return 0
 

@@ -4,7 +4,8 @@
     each of them: max(operations / (peak x share), bytes / (bandwidth x share))
 
 A stage has its layers; the last one also the head, for the rows that are sampled. Tensor parallelism divides operations
-and bytes and adds two all-reduces a layer. Times are in seconds.
+and bytes and adds two all-reduces a layer. With int8, linear layers and head read 8-bit weights with their scales, and
+multiply at the profile's peak for int8 where it tells one. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 
 from millstream.config import CacheConfig, ParallelConfig
 from millstream.errors import ConfigError
-from millstream.executor.simulated import StepTimes
 from millstream.messages import SchedulerOutput, WorkerInfo
 from millstream.models.arch import DTYPE_BYTES, ModelArch
+from millstream.models.sizes import INT8_GROUP, layer_parameters, stage_bytes
 from millstream.parallel.stage import Stage, stages_of
+from millstream.sim.executor import StepTimes
 from millstream.sim.hardware import GIB, HardwareProfile, ShareTable
-from millstream.worker.stage_cost import choose_layer_split, layer_parameters, stage_bytes
+from millstream.worker.stage_cost import choose_layer_split
 
 US = 1e-6
 
@@ -60,7 +62,9 @@ def shape_of(step: SchedulerOutput, window: int | None = None) -> BatchShape:
             else:
                 chunk_reads += reads
                 chunk_pairs += pairs
-    return BatchShape(num_tokens, num_rows, sum(step.is_sampled), decode_reads, chunk_reads, chunk_pairs)
+    # the middle chunks of prompts want 0
+    num_sampled = num_rows - step.num_sampled_tokens.count(0)
+    return BatchShape(num_tokens, num_rows, num_sampled, decode_reads, chunk_reads, chunk_pairs)
 
 
 class CostModel:
@@ -77,6 +81,7 @@ class CostModel:
         dtype: str,
         parallel: ParallelConfig,
         tensor_parallel_size: int = 1,
+        quantization: str | None = None,
     ) -> None:
         if arch.num_kv_heads % tensor_parallel_size and tensor_parallel_size % arch.num_kv_heads:
             raise ConfigError(
@@ -87,20 +92,26 @@ class CostModel:
         self.arch = arch
         self.hardware = hardware
         self.dtype = dtype
+        self.quantization = quantization
         self.num_stages = len(self.stages)
         self._layers = [(s.num_layers, sum(arch.window_of(i) is None for i in s.layers)) for s in self.stages]
         """Of each stage: its layers, and how many of them see the whole context."""
         self.tensor_parallel_size = self._tp = tensor_parallel_size
         self._width = DTYPE_BYTES[dtype]
-        self._peak = hardware.peak(dtype)
+        self._peak = self._linear_peak = hardware.peak(dtype)
+        self._weight_width: float = self._width
+        """Bytes of a parameter of a linear layer."""
+        if quantization == "int8":
+            self._weight_width = 1 + 2 / INT8_GROUP
+            if "int8" in hardware.peak_tflops:
+                self._linear_peak = hardware.peak("int8")
         self._compute = ShareTable(hardware.linear_compute)
         self._bandwidth = ShareTable(hardware.linear_bandwidth)
         self._layer_params = layer_parameters(arch)
         self._kv_width = 2 * max(arch.num_kv_heads / tensor_parallel_size, 1) * arch.head_dim * self._width
 
     def __call__(self, step: SchedulerOutput) -> StepTimes:
-        shape = shape_of(step)
-        hardware = self.hardware
+        shape, hardware = shape_of(step), self.hardware
         layer = self.layer_seconds(shape)
         windowed = layer
         if self.arch.sliding_window is not None:
@@ -108,12 +119,17 @@ class CostModel:
         overhead = hardware.step_us * US
         stages = [num_full * layer + (num - num_full) * windowed + overhead for num, num_full in self._layers]
         stages[-1] += self.head_seconds(shape.num_sampled)
+        if not shape.num_rows:
+            # all its requests were forgotten: the stages take their turn, and compute nothing
+            stages = [0.0] * self.num_stages
         send_bytes = shape.num_tokens * self.arch.hidden_size * self._width
         return StepTimes(
             host=(hardware.host_step_us + hardware.host_row_us * shape.num_rows) * US,
             stages=stages,
             send=hardware.link_latency_us * US + send_bytes / (hardware.link_gbs * 1e9),
             back=hardware.return_us * US,
+            # a few bytes for each token
+            to_first=hardware.link_latency_us * US,
         )
 
     def layer_seconds(self, shape: BatchShape) -> float:
@@ -144,8 +160,8 @@ class CostModel:
 
     def _linear(self, params: float, rows: int) -> float:
         params /= self._tp
-        compute = 2 * rows * params / (self._peak * self._compute(rows))
-        return max(compute, params * self._width / (self.hardware.bandwidth * self._bandwidth(rows)))
+        compute = 2 * rows * params / (self._linear_peak * self._compute(rows))
+        return max(compute, params * self._weight_width / (self.hardware.bandwidth * self._bandwidth(rows)))
 
     def _all_reduces(self, rows: int) -> float:
         """Two a layer, by rings: each device sends 2 (n-1)/n of the data, in 2 (n-1) hops."""
@@ -161,7 +177,12 @@ class CostModel:
 
     def stage_weight_bytes(self, stage: Stage) -> int:
         """Bytes of weights that each device of a stage holds."""
-        return stage_bytes(self.arch, stage, self.dtype) // self._tp
+        # a tied head in 8 bits is another table than the embedding
+        is_shared = self.quantization is None
+        return (
+            stage_bytes(self.arch, stage, self.dtype, quantization=self.quantization, is_head_shared=is_shared)
+            // self._tp
+        )
 
     def plan(self, cache: CacheConfig, *, max_model_len: int | None) -> WorkerInfo:
         """What the workers would tell after their start: the least of the stages' numbers of blocks, and so on.

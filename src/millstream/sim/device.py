@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from millstream.config import EngineConfig
-from millstream.executor.simulated import SimulatedExecutor, WallClock
 from millstream.hub.files import resolve
 from millstream.models.arch import ModelArch
 from millstream.sim.cost import CostModel
+from millstream.sim.executor import SimulatedExecutor, WallClock
 from millstream.sim.hardware import load_hardware
 from millstream.tokenizer.tokenizer import Tokenizer
 
@@ -33,6 +33,7 @@ def make_serving_executor(
         load_hardware(hardware, overrides),
         dtype=arch.compute_dtype(config.model.dtype),
         parallel=config.parallel,
+        quantization=config.model.quantization,
     )
     return SimulatedExecutor(
         cost.plan(config.cache, max_model_len=config.model.max_model_len),

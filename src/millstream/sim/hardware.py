@@ -33,7 +33,8 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sources: list[str]
     """Where each figure comes from."""
     peak_tflops: dict[str, float]
-    """By type, dense; 10^12 multiplications and additions a second, each counted."""
+    """By type, dense; 10^12 multiplications and additions a second, each counted. "int8" is that of linear layers of
+    8-bit weights; where it is missing they get the peak of the type that the model is computed in."""
     memory_gib: float
     memory_share: float = 0.9
     """How much of the memory weights and KV cache may take together."""
@@ -135,10 +136,10 @@ def built_in_names() -> list[str]:
     return sorted(f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json"))
 
 
-def calibrated_path(threads: int | None = None) -> Path:
+def calibrated_path(threads: int | None = None, quantization: str | None = None) -> Path:
     """Where `--calibrate` writes this machine's profile: with so many threads, or with one for each core."""
-    name = THIS_CPU if threads is None else f"{THIS_CPU}-{threads}"
-    return default_cache_dir() / f"{name}.json"
+    parts = [THIS_CPU, *([] if threads is None else [str(threads)]), *([] if quantization is None else [quantization])]
+    return default_cache_dir() / f"{'-'.join(parts)}.json"
 
 
 def load_hardware(name: str, overrides: Mapping[str, str] | None = None) -> HardwareProfile:
@@ -166,8 +167,8 @@ def _read(name: str) -> dict[str, object]:
     try:
         if name in built_in_names():
             text = (resources.files("millstream.sim") / "data" / "hardware" / f"{name}.json").read_bytes()
-        elif match := re.fullmatch(rf"{THIS_CPU}(?:-(\d+))?", name):
-            text = calibrated_path(int(match[1]) if match[1] else None).read_bytes()
+        elif match := re.fullmatch(rf"{THIS_CPU}(?:-(\d+))?(?:-(int8))?", name):
+            text = calibrated_path(int(match[1]) if match[1] else None, match[2]).read_bytes()
         elif name.endswith(".json"):
             text = Path(name).read_bytes()
         else:

@@ -19,9 +19,9 @@ from millstream.config import SchedulerConfig
 from millstream.engine.core import EngineCore
 from millstream.errors import RequestError
 from millstream.executor.base import Wake
-from millstream.executor.simulated import VirtualClock
 from millstream.messages import EngineOutputs, EngineRequest, SchedulerStats
 from millstream.request import SamplingParams
+from millstream.sim.executor import VirtualClock
 from millstream.sim.load import Arrival
 
 BEGIN = 1.0

@@ -158,6 +158,11 @@ def _add_device(group: argparse._ArgumentGroup) -> None:
         help="replace numbers of the hardware profile, such as compute_scale=0.8",
     )
     add("--dtype", choices=DTYPES, default="auto", help="type of weights and KV cache (default: the model's)")
+    add(
+        "--quantization",
+        choices=("int8",),
+        help="int8: 8-bit weights in linear layers; with --calibrate the profile's name ends in -int8",
+    )
     add("--max-model-len", type=_count, metavar="N", help="longest prompt plus answer (default: the model's)")
     add("--pipeline-parallel-size", type=_count, default=1, metavar="P", help="stages (default: %(default)s)")
     add("--pipeline-layer-split", metavar="N,N,...", help="layers of each stage (default: by estimated time)")
@@ -231,6 +236,7 @@ def from_args(args: argparse.Namespace, env: Mapping[str, str]) -> SimOptions:
         model=ModelConfig(
             model=args.model or str(args.model_card),
             dtype=args.dtype,
+            quantization=args.quantization,
             max_model_len=args.max_model_len,
             cache_dir=args.cache_dir,
         ),

@@ -20,9 +20,10 @@ def deployment(setup: Setup) -> list[str]:
     capacity = info.num_blocks * info.block_size
     sizes = ",".join(str(stage.num_layers) for stage in cost.stages)
     is_joined = cost.num_stages * cost.tensor_parallel_size > 1
+    dtype = info.dtype if cost.quantization is None else f"{cost.quantization} weights, {info.dtype}"
     width = f" x {cost.tensor_parallel_size}" if cost.tensor_parallel_size > 1 else ""
     return [
-        f"{setup.model_name} ({info.dtype}) on {cost.num_stages}{width} x {hardware.name}: {hardware.description}",
+        f"{setup.model_name} ({dtype}) on {cost.num_stages}{width} x {hardware.name}: {hardware.description}",
         f"Stages: {cost.num_stages} of {sizes} layers" + (f", joined by {hardware.link}" if is_joined else ""),
         f"Weights: {info.weight_bytes / GIB:.2f} GiB; KV cache: {info.kv_cache_bytes / GIB:.2f} GiB, {capacity} tokens "
         f"in {info.num_blocks} blocks; longest request {info.max_model_len} tokens",

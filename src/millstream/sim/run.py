@@ -12,9 +12,9 @@ from millstream.bench.runner import Report
 from millstream.config import EngineConfig
 from millstream.engine.core import EngineCore
 from millstream.errors import ConfigError
-from millstream.executor.simulated import SimulatedExecutor, VirtualClock
 from millstream.messages import WorkerInfo
 from millstream.sim.cost import CostModel
+from millstream.sim.executor import SimulatedExecutor, VirtualClock
 from millstream.sim.hardware import load_hardware
 from millstream.sim.load import Load
 from millstream.sim.loop import BEGIN, ClientModel, Occupancy, Simulation
@@ -72,6 +72,7 @@ def make_setup(options: SimOptions) -> Setup:
         dtype=arch.compute_dtype(options.engine.model.dtype),
         parallel=options.engine.parallel,
         tensor_parallel_size=options.tensor_parallel_size,
+        quantization=options.engine.model.quantization,
     )
     return Setup(
         cost=cost,

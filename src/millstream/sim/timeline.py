@@ -10,7 +10,7 @@ import msgspec
 
 from millstream.engine.trace import COMPUTE, MAX_REQUESTS_NAMED, Event, process_name, span
 from millstream.errors import ConfigError
-from millstream.executor.simulated import Pipe, Span
+from millstream.sim.executor import Pipe, Span
 
 _SHADES = " .:-=+*#"
 

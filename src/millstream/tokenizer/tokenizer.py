@@ -9,7 +9,6 @@ from typing import Any
 
 from millstream.errors import InvalidRequestError
 from millstream.hub.files import ModelFiles
-from millstream.hub.gguf import read_gguf
 from millstream.tokenizer.chat_template import ChatTemplate
 from millstream.tokenizer.from_folder import vocabulary_from_folder
 from millstream.tokenizer.from_gguf import vocabulary_from_gguf
@@ -60,7 +59,7 @@ class Tokenizer:
         Raises ModelError when the files hold no tokenizer that can be used, ConfigError for the template's file.
         """
         if files.kind == "gguf":
-            vocabulary = vocabulary_from_gguf(read_gguf(files.path))
+            vocabulary = vocabulary_from_gguf(files.gguf)
         else:
             vocabulary = vocabulary_from_folder(files.path)
         template = None

@@ -11,7 +11,7 @@ import torch
 from millstream.errors import ModelError
 from millstream.hub.gguf import GGUFFile
 from millstream.weights.checkpoint import CheckpointTensor, start_readahead
-from millstream.weights.dequantize import block_size, dequantize
+from millstream.weights.dequantize import dequantize, type_of
 
 
 class GGUFCheckpoint:
@@ -24,10 +24,9 @@ class GGUFCheckpoint:
         self._data = np.memmap(file.path, dtype=np.uint8, mode="c")
         self._tensors = {}
         for tensor in sorted(file.tensors.values(), key=lambda t: t.offset):
-            values, num_bytes = block_size(tensor.type_name)
-            count = math.prod(tensor.shape)
-            expected = count // values * num_bytes
-            if count % values or tensor.num_bytes != expected or tensor.offset + expected > len(self._data):
+            kind, count = type_of(tensor.type_name), math.prod(tensor.shape)
+            expected = count // kind.num_values * kind.num_bytes
+            if count % kind.num_values or tensor.num_bytes != expected or tensor.offset + expected > len(self._data):
                 raise ModelError(
                     f"{file.path}: tensor {tensor.name!r} of shape {list(tensor.shape)} and type {tensor.type_name} "
                     f"takes {expected} bytes, but lies at {tensor.offset} to {tensor.offset + tensor.num_bytes} of a "

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from millstream.errors import ModelError
 from millstream.hub.files import ModelFiles
-from millstream.hub.gguf import read_gguf
 from millstream.weights.checkpoint import Checkpoint
 from millstream.weights.gguf_checkpoint import GGUFCheckpoint
 from millstream.weights.name_map import NameMap, Place
@@ -54,7 +53,7 @@ class WeightSlot(Protocol):
 def open_checkpoint(files: ModelFiles) -> Checkpoint:
     """The tensors of a model's files. Raises ModelError when they are missing or odd."""
     if files.kind == "gguf":
-        return GGUFCheckpoint(read_gguf(files.path))
+        return GGUFCheckpoint(files.gguf)
     return SafetensorsCheckpoint(files.path)
 
 

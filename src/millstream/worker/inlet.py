@@ -26,6 +26,10 @@ class Arrived(NamedTuple):
 class Inlet(Protocol):
     """Where a step's rows come from."""
 
+    def next_step_id(self) -> int | None:
+        """Whose rows come next; waits for them. None where the stage chooses."""
+        ...
+
     def prepare(self, step: SchedulerOutput) -> None:
         """Called once the batch has taken over the step's changes, before the step's tensors are made."""
         ...
@@ -42,6 +46,9 @@ class Inlet(Protocol):
 class KnownTokens:
     """A model in one piece: all token ids are in the batch, where sampling put them."""
 
+    def next_step_id(self) -> int | None:
+        return None
+
     def prepare(self, step: SchedulerOutput) -> None:
         pass
 
@@ -55,8 +62,8 @@ class KnownTokens:
 class ReturnedTokens:
     """The first of several stages: the last one samples and sends the tokens here.
 
-    The engine schedules a request's next token only after it had the one before from the last stage, which sent it
-    here first. So whatever a step needs has come when the step comes, and waiting for it is no more than a safeguard.
+    The engine schedules a request's next token while the one before is in the making. It does so in the turn in which
+    the token should have come by; where it has not, the stage waits for it.
     """
 
     def __init__(self, batch: InputBatch, tokens: TokenReceiver) -> None:
@@ -64,6 +71,9 @@ class ReturnedTokens:
         self._tokens = tokens
         self._expected: deque[tuple[int, list[tuple[str, SlotState]]]] = deque()
         """By step: whose tokens will come, in the order in which they will."""
+
+    def next_step_id(self) -> int | None:
+        return None
 
     def prepare(self, step: SchedulerOutput) -> None:
         while self._expected and (self._tokens.is_ready() or self._lacks_tokens(step)):
@@ -92,6 +102,9 @@ class HiddenStates:
 
     def __init__(self, hidden: HiddenReceiver) -> None:
         self._hidden = hidden
+
+    def next_step_id(self) -> int | None:
+        return self._hidden.next_step_id()
 
     def prepare(self, step: SchedulerOutput) -> None:
         pass

@@ -105,9 +105,9 @@ class InputBatch:
         row_T = np.repeat(np.arange(len(states)), query_len_R)
         position_T = np.arange(query_start_R1[-1]) - (query_start_R1[:-1] - start_R)[row_T]
         slot_T = slots_R[row_T]
-        num_blocks = -(-int(context_len_R.max()) // self._block_size)
+        num_blocks = -(-int(context_len_R.max(initial=0)) // self._block_size)
         block_T = self.block_table_CB[slot_T, position_T // self._block_size].astype(np.int64)
-        sampled_rows = [i for i, wanted in enumerate(step.is_sampled) if wanted]
+        sampled_rows = [i for i, wanted in enumerate(step.num_sampled_tokens) if wanted]
 
         def on_device(array: NDArray[np.generic]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)

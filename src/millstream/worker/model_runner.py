@@ -25,6 +25,10 @@ class ModelRunner:
         self._outlet = outlet
         self._device = device
 
+    def next_step_id(self) -> int | None:
+        """The decision whose step must be next; waits to know it. None: any."""
+        return self._inlet.next_step_id()
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """What the step brought, from the last stage; None from the others."""
@@ -33,7 +37,8 @@ class ModelRunner:
         inputs = self._batch.make_input(step, self._device)
         rows, times = self._inlet.take(step, inputs)
         started = time.monotonic()
-        hidden_TD = self._graph.forward(rows, inputs.tables)
+        # all its requests may have been forgotten; the stages after this one take their turn all the same
+        hidden_TD = self._graph.forward(rows, inputs.tables) if step.request_ids else rows.new_zeros(0, 1)
         output = self._outlet.put(step, inputs, hidden_TD, times=times, started=started)
         # only now: a graph may have computed in the memory of its rows
         self._inlet.release()

@@ -22,6 +22,7 @@ import zmq
 
 from millstream.log import configure
 from millstream.messages import (
+    MAX_MESSAGE_BYTES,
     FromWorker,
     KVCacheSize,
     Ping,
@@ -36,13 +37,14 @@ from millstream.messages import (
     encode,
 )
 from millstream.parallel.context import ParallelContext, let_openmp_sleep
+from millstream.parallel.lean_torch import load_lean_torch
 from millstream.parallel.lifeline import follow_parent
 from millstream.parallel.ring import Board, NeighbourGoneError
+from millstream.worker.step_queue import StepQueue
 
 if TYPE_CHECKING:
     from millstream.worker.worker import Worker
 
-MAX_MESSAGE_BYTES = 256 * 2**20
 _PROGRESS_SECONDS = 0.05
 
 
@@ -62,6 +64,10 @@ class WorkerSocket:
     def send(self, message: FromWorker) -> None:
         self._socket.send(encode(message))
 
+    def has_message(self) -> bool:
+        """Whether `receive` would not wait."""
+        return bool(self._socket.poll(0))
+
     def receive(self) -> KVCacheSize | SchedulerOutput | Ping:
         """The next message; waits for it."""
         return decode_to_worker(self._socket.recv())
@@ -74,7 +80,8 @@ class WorkerSocket:
 def run_stage(start: WorkerStart, socket: WorkerSocket) -> None:
     """Load the stage, then run steps until the process is ended. Raises what the stage raises."""
     began = time.monotonic()
-    # it brings torch, which takes a second or two and must find its cores chosen
+    # it takes a second or two and must find its cores chosen
+    load_lean_torch()
     from millstream.worker.links import linked_ends
     from millstream.worker.worker import Worker
 
@@ -83,17 +90,28 @@ def run_stage(start: WorkerStart, socket: WorkerSocket) -> None:
     worker = Worker(start.config, context=context, make_ends=linked_ends(start))
     _load(worker, start.rank, socket, import_seconds)
     board = Board(start.board_fd, len(start.layer_split))
+    queue = StepQueue()
     while True:
-        match socket.receive():
-            case SchedulerOutput() as step:
-                output = worker.execute(step)
-                board.note(start.rank, step.step_id)
-                if output is not None:
-                    socket.send(output)
-            case Ping():
-                socket.send(Pong(start.rank))
-            case KVCacheSize():
-                raise AssertionError("the KV cache is allocated already")
+        while not queue or socket.has_message():
+            _take(socket, start.rank, queue)
+        step_id = worker.next_step_id()
+        while step_id is not None and step_id not in queue:
+            _take(socket, start.rank, queue)
+        output = worker.execute(queue.take(step_id))
+        board.count(start.rank)
+        if output is not None:
+            socket.send(output)
+
+
+def _take(socket: WorkerSocket, rank: int, queue: StepQueue) -> None:
+    """Wait for a message and deal with it."""
+    match socket.receive():
+        case SchedulerOutput() as step:
+            queue.put(step)
+        case Ping():
+            socket.send(Pong(rank))
+        case KVCacheSize():
+            raise AssertionError("the KV cache is allocated already")
 
 
 def _load(worker: Worker, rank: int, socket: WorkerSocket, import_seconds: float) -> None:

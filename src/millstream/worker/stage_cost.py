@@ -1,32 +1,18 @@
-"""What a stage of a model weighs, and how layers are shared out so that stages take equally long. Imports no torch."""
+"""How layers are shared out so that stages take equally long. Imports no torch."""
 
 from __future__ import annotations
 
 from millstream.config import ParallelConfig
 from millstream.errors import ConfigError
-from millstream.models.arch import DTYPE_BYTES, ModelArch
-from millstream.parallel.stage import Stage, balanced_sizes
+from millstream.models.arch import ModelArch
+from millstream.models.sizes import layer_parameters
+from millstream.parallel.stage import balanced_sizes
 
 _KNEE_ROWS = 16
 """Rows at which multiplying by a weight takes as long as reading it."""
 _STEP_TOKENS, _STEP_SAMPLED = 256, 8
 """The step that is balanced: a chunk of a long prompt with a few decodes, as pipelines are made for. A weight takes
 the time to read it and to multiply it by its rows, which for the head are only those that are sampled."""
-
-
-def layer_parameters(arch: ModelArch) -> int:
-    """Parameters of one layer."""
-    return (arch.num_parameters() - _table_parameters(arch) - arch.hidden_size) // arch.num_layers
-
-
-def stage_bytes(arch: ModelArch, stage: Stage, dtype: str) -> int:
-    """Bytes of a stage's weights in `dtype`. A tied table is held by the first stage and by the last."""
-    table = arch.vocab_size * arch.hidden_size
-    num_tables = stage.is_first + stage.is_last
-    if stage.is_first and stage.is_last and arch.tie_word_embeddings:
-        num_tables = 1
-    norm = arch.hidden_size * stage.is_last
-    return (stage.num_layers * layer_parameters(arch) + num_tables * table + norm) * DTYPE_BYTES[dtype]
 
 
 def head_cost(arch: ModelArch) -> float:
@@ -48,7 +34,3 @@ def choose_layer_split(arch: ModelArch, config: ParallelConfig) -> tuple[int, ..
             f"this model has {num_layers}"
         )
     return config.layer_split
-
-
-def _table_parameters(arch: ModelArch) -> int:
-    return arch.vocab_size * arch.hidden_size * (1 if arch.tie_word_embeddings else 2)

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 import torch
 
 from millstream.config import EngineConfig
-from millstream.hub.files import resolve
+from millstream.hub.files import ModelFiles, resolve
 from millstream.kernels.native import NativeOps
 from millstream.kernels.ops import Ops, make_ops
 from millstream.messages import ModelRunnerOutput, NewRequest, SchedulerOutput, WorkerInfo
 from millstream.models.arch import ModelArch
 from millstream.models.load import load_decoder
+from millstream.models.sizes import model_bytes, stage_bytes
 from millstream.parallel.context import ParallelContext
 from millstream.request import SamplingParams
 from millstream.worker.input_batch import InputBatch
@@ -24,7 +25,6 @@ from millstream.worker.links import MakeEnds, own_ends
 from millstream.worker.model_runner import ModelRunner
 from millstream.worker.outlet import PROMPT_LOGPROB_ROWS
 from millstream.worker.sampler import NativeDraw, Sampler
-from millstream.worker.stage_cost import stage_bytes
 from millstream.worker.step_graph import make_graph
 
 
@@ -40,6 +40,7 @@ class Worker:
         self._config = config
         self._context = context or ParallelContext()
         self._make_ends = make_ends
+        self._opened: tuple[ModelFiles, ModelArch] | None = None
         self._phases: dict[str, float] = {}
         self._runner: ModelRunner | None = None
 
@@ -53,28 +54,29 @@ class Worker:
         The plan is for the whole model on this host, so that its stages, planning at about the same time, agree but
         for what the free memory changed meanwhile. Raises ModelError or ConfigError.
         """
-        arch, dtype = self._read_arch()
+        _, arch, dtype = self._open()
         stages = [
             ParallelContext(r, self._context.world_size, self._context.layer_split).stage(arch.num_layers)
             for r in range(self._context.world_size)
         ]
+        weight_bytes = model_bytes(arch, stages, dtype, quantization=self._config.model.quantization)
         return plan_kv_cache(
             self._config.cache,
             bytes_per_token=arch.kv_bytes_per_token(dtype),
             model_len=arch.max_position,
             max_model_len=self._config.model.max_model_len,
-            available=available_memory() - sum(stage_bytes(arch, stage, dtype) for stage in stages),
+            available=available_memory() - weight_bytes,
         )
 
     def load(self, plan: KVCachePlan, on_progress: Callable[[int, int], None]) -> WorkerInfo:
         """Load this stage's weights and allocate the plan's blocks for its layers. Raises ModelError or ConfigError."""
         config = self._config
-        arch, dtype = self._read_arch()
+        files, arch, dtype = self._open()
         stage = self._context.stage(arch.num_layers)
         ops = self._make_ops(arch, dtype)
         with self._phase("weights"):
             model = load_decoder(
-                resolve(config.model.model, cache_dir=config.model.cache_dir),
+                files,
                 arch,
                 ops,
                 dtype=dtype,
@@ -82,6 +84,7 @@ class Worker:
                 max_len=plan.max_model_len,
                 progress=on_progress,
             )
+        self._opened = None
         with self._phase("KV cache"):
             kv_caches = model.allocate_kv_caches(plan.num_blocks, plan.block_size)
         max_tokens, max_rows = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
@@ -98,7 +101,7 @@ class Worker:
             max_model_len=plan.max_model_len,
             vocab_size=arch.vocab_size,
             eos_token_ids=list(arch.eos_token_ids),
-            weight_bytes=stage_bytes(arch, stage, dtype),
+            weight_bytes=stage_bytes(arch, stage, dtype, quantization=config.model.quantization),
             kv_cache_bytes=plan.num_bytes * stage.num_layers // arch.num_layers,
             dtype=dtype,
             phases=self._phases,
@@ -109,14 +112,22 @@ class Worker:
         assert self._runner is not None, "the worker was not started"
         return self._runner.execute(step)
 
+    def next_step_id(self) -> int | None:
+        """The decision whose step must be next, on a stage that follows another; waits to know it. None: any."""
+        assert self._runner is not None, "the worker was not started"
+        return self._runner.next_step_id()
+
     def shutdown(self) -> None:
         """Give the memory back."""
         self._runner = None
 
-    def _read_arch(self) -> tuple[ModelArch, str]:
-        """The architecture, and the type to compute in."""
-        arch = ModelArch.from_files(resolve(self._config.model.model, cache_dir=self._config.model.cache_dir))
-        return arch, arch.compute_dtype(self._config.model.dtype)
+    def _open(self) -> tuple[ModelFiles, ModelArch, str]:
+        """The files, the architecture, and the type to compute in. Kept until the weights are loaded."""
+        if self._opened is None:
+            files = resolve(self._config.model.model, cache_dir=self._config.model.cache_dir)
+            self._opened = files, ModelArch.from_files(files)
+        files, arch = self._opened
+        return files, arch, arch.compute_dtype(self._config.model.dtype)
 
     def _make_ops(self, arch: ModelArch, dtype: str) -> Ops:
         threads = self._config.parallel.threads or len(os.sched_getaffinity(0))
@@ -139,7 +150,7 @@ class Worker:
         Stages warm up together: each takes what the one before it hands on.
         """
         new = NewRequest("warm-up", [0], 1, SamplingParams(temperature=0), [], [0], 0)
-        self.execute(SchedulerOutput(-1, [], [new], ["warm-up"], [0], [1], [[]], [True]))
+        self.execute(SchedulerOutput(-1, [], [new], ["warm-up"], [0], [1], [[]], [1]))
         batch.forget(["warm-up"])
 
     @contextmanager

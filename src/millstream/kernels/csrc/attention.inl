@@ -41,6 +41,8 @@ struct Tile {
     float* score;  // [rows][kScoreStride]
     T* p;          // [rows][kProbStride]
     float* out;    // [rows][head_dim]
+    char* spare;   // the rest of the thread's memory
+    int unit_rows; // rows of the matrix unit's tiles as they are shaped now, where there are any
     float max[kTileRows], sum[kTileRows];                  // of the segments so far
     float segment_max[kTileRows], segment_sum[kTileRows];  // of this segment
     float keep[kTileRows], take[kTileRows];                // factors of what was and of what the segment brings
@@ -281,6 +283,9 @@ MS_INLINE void run_segment(Tile<T>& tile, int segment, const GroupList& list) {
     }
 }
 
+void run_segment_tiles(Tile<bf16>& tile, int segment, const GroupList& list);  // attention_amx.inl, where kHasTiles
+void end_tiles();
+
 // -- items and parts ---------------------------------------------------------------------------------------------
 
 MS_INLINE Group group_at(const AttentionArgs& a, const AttentionItem& item, int position, bool is_value) {
@@ -381,6 +386,7 @@ void attention_of(const AttentionArgs& a, Worker& w) {
     Tile<T> tile;
     tile.args = &a;
     tile.head_dim = d;
+    tile.unit_rows = 0;
     char* memory = w.scratch;
     auto take = [&](std::size_t bytes) {
         char* p = memory;
@@ -391,6 +397,7 @@ void attention_of(const AttentionArgs& a, Worker& w) {
     tile.p = reinterpret_cast<T*>(take(sizeof(T) * kTileRows * kProbStride));
     tile.q = reinterpret_cast<T*>(take(sizeof(T) * kTileRows * d));
     tile.out = reinterpret_cast<float*>(take(sizeof(float) * kTileRows * d));
+    tile.spare = memory;
     GroupList lists[2];
     int current = 0;
     const int begin = schedule.part_begin[w.id], end = schedule.part_begin[w.id + 1];
@@ -416,7 +423,11 @@ void attention_of(const AttentionArgs& a, Worker& w) {
             for (int g = 0; g < kAheadGroups; g++) {
                 list.group[2 * list.count + g] = g < next.count ? next.group[g] : list.group[0];
             }
-            run_segment(tile, s, list);
+            if constexpr (kHasTiles && sizeof(T) == 2) {
+                run_segment_tiles(tile, s, list);
+            } else {
+                run_segment(tile, s, list);
+            }
             if (part.record >= 0 && (!is_first || is_last)) {
                 const int at = is_first ? 0 : s - part.segment_begin;
                 save_record(tile, schedule.records + part.record + at * record_floats(item, d));
@@ -439,6 +450,7 @@ void attention(const AttentionArgs& a, Worker& w) {
         attention_of<float>(a, w);
     } else {
         attention_of<bf16>(a, w);
+        if constexpr (kHasTiles) end_tiles();
     }
 }
 

@@ -34,10 +34,14 @@ MS_INLINE void multiply_of(int count, Worker& w) {
     store(reinterpret_cast<float*>(w.scratch), total);
 }
 
+void multiply_tiles(int count, Worker& w);  // ceiling_amx.inl, where kHasTiles
+
 void multiply(DType dtype, int count, Worker& w) {
     __builtin_memset(w.scratch, 0, 128);
     if (dtype == DType::f32) {
         multiply_of<float>(count, w);
+    } else if constexpr (kHasTiles) {
+        multiply_tiles(count, w);
     } else {
         multiply_of<bf16>(count, w);
     }

@@ -18,6 +18,14 @@
 
 #include "ceiling.inl"
 
+#if defined(__AMX_BF16__)
+#include "linear_amx.inl"
+
+#include "attention_amx.inl"
+
+#include "ceiling_amx.inl"
+#endif
+
 namespace millstream {
 
 extern const Kernels MS_KERNELS{

@@ -193,6 +193,8 @@ MS_INLINE void linear_finish(const LinearArgs& a, int row, int num_rows, int pan
 
 // -- the whole layer ---------------------------------------------------------------------------------------------
 
+void linear_tiles(const LinearArgs& a, Worker& w, Best* best);  // linear_amx.inl, where kHasTiles
+
 MS_INLINE const char* first_panel(const LinearArgs& a, const Worker& w) {
     int begin, end;
     w.share(a.weight->num_panels(), begin, end);
@@ -287,6 +289,8 @@ void linear_of(const LinearArgs& a, Worker& w) {
     }
     if (a.weight->type == WeightType::int8) {
         linear_bytes<T>(a, shared, w, best);
+    } else if constexpr (kHasTiles && sizeof(T) == 2) {
+        linear_tiles(a, w, best);
     } else {
         const T* x = static_cast<const T*>(a.x);
         linear_panels<T>(a, FloatProduct<T>{x, a.x_stride, a.weight->num_inputs}, w, best);

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include "dequantize.h"
 #include "packing.h"
 #include "plan.h"
 #include "runtime.h"
@@ -151,6 +152,12 @@ void add_plan(nb::module_& m) {
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // a program that ends with an engine alive leaks nothing worth a report
     m.def("best_level", [] { return static_cast<int>(best_level()); });
+    m.def(
+        "dequantize",
+        [](int type, int dtype, std::size_t num_blocks, Address data, Address out) {
+            return dequantize(type, static_cast<DType>(dtype), num_blocks, at<void>(data), at<void>(out));
+        },
+        nb::call_guard<nb::gil_scoped_release>());
     nb::class_<LinearWeight>(m, "LinearWeight")
         .def("__init__",
              [](LinearWeight* self, int type, int num_inputs, int num_outputs, bool is_gate_up, Address words,

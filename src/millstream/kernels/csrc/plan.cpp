@@ -35,7 +35,8 @@ int Plan::schedule_of(const AttentionArgs& a) {
             return static_cast<int>(i);
         }
     }
-    schedules_.push_back({a.num_heads, c.num_kv_heads, c.head_dim, a.window, std::make_unique<AttentionScheduler>()});
+    schedules_.push_back({a.num_heads, c.num_kv_heads, c.head_dim, a.window, runtime_.free_rows(c.dtype),
+                          std::make_unique<AttentionScheduler>()});
     return static_cast<int>(schedules_.size()) - 1;
 }
 
@@ -59,7 +60,7 @@ void Plan::run(int num_rows, const StepTables* tables, std::int32_t* ids, double
     }
     const int num_threads = runtime_.pool().size();
     for (const Schedule& s : schedules_) {
-        s.scheduler->build(tables_, s.num_heads, s.num_kv_heads, s.head_dim, s.window, num_threads);
+        s.scheduler->build(tables_, s.num_heads, s.num_kv_heads, s.head_dim, s.window, num_threads, s.free_rows);
     }
     prepare(num_rows, ids);
     using Clock = std::chrono::steady_clock;

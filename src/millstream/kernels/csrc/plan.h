@@ -41,6 +41,7 @@ class Plan {
     };
     struct Schedule {  // of all layers with the same heads and window
         int num_heads, num_kv_heads, head_dim, window;
+        int free_rows;
         std::unique_ptr<AttentionScheduler> scheduler;
     };
 

@@ -12,6 +12,10 @@ const Kernels& kernels_of(Level level) {
                                     ": this processor has at most " + kLevelNames[static_cast<int>(best_level())]);
     }
     switch (level) {
+#if defined(MILLSTREAM_AMX)
+        case Level::amx:
+            return kKernelsAmx;
+#endif
 #if defined(__x86_64__)
         case Level::avx512_bf16:
             return kKernelsAvx512Bf16;
@@ -42,6 +46,8 @@ char* Runtime::shared(std::size_t bytes) {
     return shared_.data();
 }
 
+int Runtime::free_rows(DType dtype) const { return level_ == Level::amx && dtype == DType::bf16 ? 32 : 8; }
+
 void Runtime::linear(LinearArgs args) {
     args.shared = shared(linear_shared_bytes(*args.weight, args.epilogue, args.num_rows, pool_.size()));
     pool_.run([&](Worker& w) { kernels_->linear(args, w); });
@@ -63,7 +69,7 @@ void Runtime::rotary_and_cache(const RotaryArgs& args) {
 void Runtime::attention(AttentionArgs args) {
     check_tables(*args.tables, *args.cache);
     args.schedule = &scheduler_.build(*args.tables, args.num_heads, args.cache->num_kv_heads, args.cache->head_dim,
-                                      args.window, pool_.size());
+                                      args.window, pool_.size(), free_rows(args.cache->dtype));
     pool_.run([&](Worker& w) { kernels_->attention(args, w); });
 }
 

@@ -21,6 +21,7 @@ class Runtime {
     const Kernels& kernels() const { return *kernels_; }
     ThreadPool& pool() { return pool_; }
     AttentionScheduler& scheduler() { return scheduler_; }
+    int free_rows(DType dtype) const;  // see AttentionScheduler::build
 
     // Memory that all threads of an operation see; it holds until the next call.
     char* shared(std::size_t bytes);

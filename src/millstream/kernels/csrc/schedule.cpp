@@ -6,24 +6,22 @@
 namespace millstream {
 namespace {
 
-// Up to this many rows an item costs what reading its keys and values costs.
-constexpr int kFreeRows = 8;
 // What starting a segment costs, in tokens.
 constexpr int kSegmentOverhead = 8;
 
-std::int64_t segment_cost(const AttentionItem& item, int segment) {
+std::int64_t segment_cost(const AttentionItem& item, int segment, int free_rows) {
     const int end = std::min((segment + 1) * kSegment, item.first_position + item.num_tokens);
     const std::int64_t tokens = end - segment * kSegment + kSegmentOverhead;
-    return tokens * std::max(item.num_rows(), kFreeRows);
+    return tokens * std::max(item.num_rows(), free_rows);
 }
 
 }  // namespace
 
 const AttentionSchedule& AttentionScheduler::build(const StepTables& tables, int num_heads, int num_kv_heads,
-                                                   int head_dim, int window, int num_threads) {
+                                                   int head_dim, int window, int num_threads, int free_rows) {
     items_.clear();
     for (int r = 0; r < tables.num_requests; r++) add_items(tables, r, num_heads, num_kv_heads, window);
-    deal(head_dim, num_threads);
+    deal(head_dim, num_threads, free_rows);
     schedule_ = {items_.data(), parts_.data(), part_begin_.data(), cuts_.data(), static_cast<int>(cuts_.size()),
                  records_.data()};
     return schedule_;
@@ -55,13 +53,13 @@ void AttentionScheduler::add_items(const StepTables& tables, int request, int nu
 }
 
 // Threads get equal shares of the cost, cut at segments. Where the cuts fall does not change a bit of the results.
-void AttentionScheduler::deal(int head_dim, int num_threads) {
+void AttentionScheduler::deal(int head_dim, int num_threads, int free_rows) {
     parts_.clear();
     cuts_.clear();
     part_begin_.assign(1, 0);
     std::int64_t total = 0, done = 0;
     for (const auto& item : items_) {
-        for (int s = item.segment_begin; s < item.segment_end; s++) total += segment_cost(item, s);
+        for (int s = item.segment_begin; s < item.segment_end; s++) total += segment_cost(item, s, free_rows);
     }
     std::ptrdiff_t records = 0;
     int thread = 0;
@@ -70,7 +68,7 @@ void AttentionScheduler::deal(int head_dim, int num_threads) {
         const std::size_t first_part = parts_.size();
         int begin = item.segment_begin;
         for (int s = item.segment_begin; s < item.segment_end; s++) {
-            const std::int64_t cost = segment_cost(item, s);
+            const std::int64_t cost = segment_cost(item, s, free_rows);
             // the segment goes where its middle falls
             while (thread < num_threads - 1 && (done + cost / 2) * num_threads >= total * (thread + 1)) {
                 if (s > begin) parts_.push_back({i, begin, s, -1});

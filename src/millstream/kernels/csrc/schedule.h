@@ -51,15 +51,16 @@ inline std::ptrdiff_t record_floats(const AttentionItem& item, int head_dim) {
 
 class AttentionScheduler {
   public:
-    // The schedule stays valid until the next call.
+    // The schedule stays valid until the next call. Up to `free_rows` rows an item costs what reading its keys and
+    // values costs.
     const AttentionSchedule& build(const StepTables& tables, int num_heads, int num_kv_heads, int head_dim, int window,
-                                   int num_threads);
+                                   int num_threads, int free_rows);
 
     const AttentionSchedule& schedule() const { return schedule_; }  // what `build` made last
 
   private:
     void add_items(const StepTables& tables, int request, int num_heads, int num_kv_heads, int window);
-    void deal(int head_dim, int num_threads);
+    void deal(int head_dim, int num_threads, int free_rows);
 
     std::vector<AttentionItem> items_;
     std::vector<AttentionPart> parts_;

@@ -155,6 +155,7 @@ extern const Kernels kKernelsPortable;
 extern const Kernels kKernelsAvx2;
 extern const Kernels kKernelsAvx512;
 extern const Kernels kKernelsAvx512Bf16;
+extern const Kernels kKernelsAmx;
 
 // Bytes of LinearArgs::shared that `num_rows` rows need with `num_threads` threads.
 std::size_t linear_shared_bytes(const LinearWeight& weight, Epilogue epilogue, int num_rows, int num_threads);

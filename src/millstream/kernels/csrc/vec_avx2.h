@@ -22,6 +22,7 @@ constexpr int kQkRows = 2;
 constexpr int kQkTiles = 4;  // accumulators of a tile of scores
 constexpr int kPvRows = 2;
 constexpr int kPvCols = 2;
+constexpr bool kHasTiles = false;
 
 MS_INLINE __m256i lane_mask(int n) {  // all ones in the first n of 8 lanes
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

@@ -23,6 +23,11 @@ constexpr int kQkRows = 8;
 constexpr int kQkTiles = 16;  // accumulators of a tile of scores
 constexpr int kPvRows = 6;
 constexpr int kPvCols = 4;
+#if defined(__AMX_BF16__)
+constexpr bool kHasTiles = true;  // a matrix unit for bf16: tiles.h
+#else
+constexpr bool kHasTiles = false;
+#endif
 
 MS_INLINE __mmask16 first_lanes(int n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1u << n) - 1); }
 

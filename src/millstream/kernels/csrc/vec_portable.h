@@ -25,6 +25,7 @@ constexpr int kQkRows = 2;
 constexpr int kQkTiles = 4;  // accumulators of a tile of scores
 constexpr int kPvRows = 2;
 constexpr int kPvCols = 2;
+constexpr bool kHasTiles = false;
 
 MS_INLINE float to_float(std::uint32_t bits) {
     float x;

@@ -1,0 +1,130 @@
+"""How well the simulator predicts this machine: both tables for three loads, and predicted / measured.
+
+    python benchmarks/truth.py [--stages 1 2] [--rounds 3] [OPTION ...]
+
+For each number of stages it measures the machine (`simulate --calibrate`, with the threads that a stage has), starts a
+server, and lets `bench serve` and `simulate` have the same loads. Each round has all loads once; a figure is the median
+over the rounds, as the memory of a shared machine changes its speed. OPTIONs go to `serve` and `simulate` alike:
+--no-async-scheduling, --num-scheduler-steps 8, --quantization int8. Run it where nothing else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOADS = {
+    "one client": "--max-concurrency 1 --random-input-len 256 --random-output-len 64",
+    "16 clients": "--max-concurrency 16 --random-input-len 128 --random-output-len 64",
+    "2 a second": "--request-rate 2 --random-input-len 512 --random-output-len 48 --random-range-ratio 0.5",
+}
+NUM_PROMPTS = {"one client": 4, "16 clients": 32, "2 a second": 24}
+SETTINGS = ["--kv-cache-memory", "1", "--max-num-batched-tokens", "256"]
+FIGURES = {
+    "tok/s": "output_throughput",
+    "mean TTFT": "mean_ttft_ms",
+    "P99 TTFT": "p99_ttft_ms",
+    "mean TPOT": "mean_tpot_ms",
+    "mean ITL": "mean_itl_ms",
+    "P99 ITL": "p99_itl_ms",
+    "mean E2EL": "mean_e2el_ms",
+}
+MILLSTREAM = [sys.executable, "-m", "millstream.cli"]
+_SERVING = re.compile(r"Serving \S+ on (http://\S+) ")
+
+Result = dict[str, float]
+
+
+def run(*args: str) -> None:
+    """A command of millstream; raises RuntimeError with what it printed where it fails."""
+    done = subprocess.run(
+        [*MILLSTREAM, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"millstream {' '.join(args)} has failed:\n{done.stdout}")
+
+
+@contextmanager
+def server(*args: str) -> Iterator[str]:
+    """A server while it is used; its URL. Raises RuntimeError with its log where it does not start."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen([*MILLSTREAM, "serve", "--port", "0", *args], stderr=subprocess.PIPE, text=True)
+        try:
+            assert process.stderr is not None
+            found = None
+            while found is None:
+                line = process.stderr.readline()
+                log.write(line)
+                found = _SERVING.search(line)
+                if not line:
+                    log.seek(0)
+                    raise RuntimeError(f"the server has ended:\n{log.read()}")
+            # what it logs from now on must not fill the pipe
+            drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
+            yield found[1]
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+        drain.wait()
+
+
+def result_of(command: list[str], load: list[str], folder: Path) -> Result:
+    path = folder / "result.json"
+    saved = ["--no-progress", "--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result"]
+    run(*command, *load, *saved, "--result-dir", str(folder), "--result-filename", path.name)
+    result: Result = json.loads(path.read_text())
+    return result
+
+
+def compare(num_stages: int, options: list[str], *, model: str, rounds: int, share: float) -> None:
+    """Measure and predict all loads, and print the table."""
+    threads = len(os.sched_getaffinity(0)) // num_stages
+    kind = ["--quantization", "int8"] if "int8" in options else []
+    profile = f"this-cpu-{threads}" + ("-int8" if kind else "")
+    run("simulate", "--calibrate", "--model", model, "--threads", str(threads), *kind)
+    settings = [*SETTINGS, "--pipeline-parallel-size", str(num_stages), *options]
+    loads = {
+        name: [*flags.split(), "--num-prompts", str(max(1, round(NUM_PROMPTS[name] * share)))]
+        for name, flags in LOADS.items()
+    }
+    measured: dict[str, list[Result]] = {name: [] for name in LOADS}
+    with tempfile.TemporaryDirectory() as folder, server(model, *settings) as url:
+        for _ in range(rounds):
+            for name, load in loads.items():
+                bench = ["bench", "serve", "--base-url", url, "--ignore-eos", "--num-warmups", "1"]
+                measured[name].append(result_of(bench, load, Path(folder)))
+        simulate = ["simulate", "--model", model, "--hardware", profile, *settings]
+        predicted = {name: result_of(simulate, load, Path(folder)) for name, load in loads.items()}
+    print(f"\n{num_stages} stages, {threads} threads each, {' '.join(options) or 'default settings'}")
+    print(f"{'':12}{'':11}{'measured':>10} {'predicted':>10} {'ratio':>6}   measured, lowest to highest")
+    for name in LOADS:
+        for title, key in FIGURES.items():
+            values = [result[key] for result in measured[name]]
+            real, said = statistics.median(values), predicted[name][key]
+            spread = f"{min(values):.1f} - {max(values):.1f}"
+            print(f"{name:12}{title:11}{real:10.1f} {said:10.1f} {said / real:6.2f}   {spread}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=1.0, help="of each load's requests, for a quick look")
+    parser.add_argument("--model", default="smollm2")
+    args, options = parser.parse_known_args()
+    for num_stages in args.stages:
+        compare(num_stages, options, model=args.model, rounds=args.rounds, share=args.share)
+
+
+if __name__ == "__main__":
+    main()
