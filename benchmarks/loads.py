@@ -11,18 +11,14 @@ kept in --result-dir), then the variants side by side. Nothing else should run m
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
-import signal
 import subprocess
-import sys
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_SERVING = re.compile(r"Serving \S+ on (http://\S+) ")
+from servers import MILLSTREAM, server
 
 Result = dict[str, float]
 
@@ -34,31 +30,6 @@ class Variant:
     name: str
     serve: tuple[str, ...]
     bench: tuple[str, ...]
-
-
-@contextlib.contextmanager
-def server(options: tuple[str, ...]) -> Iterator[str]:
-    """A millstream server; its URL. Raises RuntimeError with its log where it does not start."""
-    command = [sys.executable, "-m", "millstream.cli", "serve", "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    lines = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if found := _SERVING.search(line):
-                break
-        else:
-            raise RuntimeError("the server has ended:\n" + "".join(lines))
-        # nobody reads its log any more: it must not wait for that
-        drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-        yield found[1]
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        drain.wait(60)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def server_tpot(url: str) -> float:
@@ -73,9 +44,8 @@ def run(variant: Variant, folder: Path) -> Result:
     """Start the server, load it, print the table; the figures."""
     print(f"\n# {variant.name}: serve {' '.join(variant.serve)}; bench serve {' '.join(variant.bench)}", flush=True)
     name = re.sub(r"\W+", "-", variant.name) + ".json"
-    command = [sys.executable, "-m", "millstream.cli", "bench", "serve"]
-    command += ["--no-progress", "--ignore-eos", "--save-result"]
-    with server(variant.serve) as url:
+    command = [*MILLSTREAM, "bench", "serve", "--no-progress", "--ignore-eos", "--save-result"]
+    with server(*variant.serve) as url:
         # the first steps fit the cost model, fault memory in and open the connections
         warm_up = ["--num-warmups", "4", "--base-url", url, "--result-dir", str(folder), "--result-filename", name]
         subprocess.run([*command, *variant.bench, *warm_up], check=True)

@@ -13,15 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+
+from servers import MILLSTREAM, server
 
 LOADS = {
     "one client": "--max-concurrency 1 --random-input-len 256 --random-output-len 64",
@@ -39,8 +36,6 @@ FIGURES = {
     "P99 ITL": "p99_itl_ms",
     "mean E2EL": "mean_e2el_ms",
 }
-MILLSTREAM = [sys.executable, "-m", "millstream.cli"]
-_SERVING = re.compile(r"Serving \S+ on (http://\S+) ")
 
 Result = dict[str, float]
 
@@ -52,30 +47,6 @@ def run(*args: str) -> None:
     )
     if done.returncode:
         raise RuntimeError(f"millstream {' '.join(args)} has failed:\n{done.stdout}")
-
-
-@contextmanager
-def server(*args: str) -> Iterator[str]:
-    """A server while it is used; its URL. Raises RuntimeError with its log where it does not start."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen([*MILLSTREAM, "serve", "--port", "0", *args], stderr=subprocess.PIPE, text=True)
-        try:
-            assert process.stderr is not None
-            found = None
-            while found is None:
-                line = process.stderr.readline()
-                log.write(line)
-                found = _SERVING.search(line)
-                if not line:
-                    log.seek(0)
-                    raise RuntimeError(f"the server has ended:\n{log.read()}")
-            # what it logs from now on must not fill the pipe
-            drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-            yield found[1]
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait()
-        drain.wait()
 
 
 def result_of(command: list[str], load: list[str], folder: Path) -> Result:
