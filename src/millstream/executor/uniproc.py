@@ -44,6 +44,7 @@ class UniprocExecutor:
         for fd in (self._landed, self._tell_landed):
             os.set_blocking(fd, False)
         self._thread: threading.Thread | None = None
+        self._undelivered: tuple[Future[ModelRunnerOutput], ModelRunnerOutput] | None = None
 
     def start(self, on_progress: OnProgress) -> WorkerInfo:
         """Load in the worker's thread, as some of what is set up belongs to the thread that computes."""
@@ -90,6 +91,8 @@ class UniprocExecutor:
         awaited: dict[int, deque[Future[ModelRunnerOutput]]] = {}
         while True:
             while not queue or not self._inbox.empty():
+                if self._inbox.empty():
+                    self._deliver()
                 item = self._inbox.get()
                 if item is None:
                     return
@@ -98,17 +101,28 @@ class UniprocExecutor:
                 awaited[step.step_id] = deque(futures)
             step = queue.take()
             futures_left = awaited[step.step_id]
-            self._execute(step, futures_left.popleft())
+            future = futures_left.popleft()
             if not futures_left:
                 del awaited[step.step_id]
+            try:
+                output = self._worker.execute(step, on_compute=self._deliver)
+                assert output is not None, "a model in one piece has a last stage"
+                self._undelivered = future, output
+            except Exception as e:
+                self._deliver()
+                future.set_exception(e)
+                self._tell()
 
-    def _execute(self, step: SchedulerOutput, future: Future[ModelRunnerOutput]) -> None:
-        try:
-            output = self._worker.execute(step)
-            assert output is not None, "a model in one piece has a last stage"
+    def _deliver(self) -> None:
+        """Hand over the last result. Best while the kernels of the next step run: it sets the engine to work, and
+        two threads that both want the interpreter hinder each other."""
+        if self._undelivered is not None:
+            future, output = self._undelivered
+            self._undelivered = None
             future.set_result(output)
-        except Exception as e:
-            future.set_exception(e)
+            self._tell()
+
+    def _tell(self) -> None:
         # a pipe that is full wakes up as well
         with contextlib.suppress(BlockingIOError):
             os.write(self._tell_landed, b"\0")

@@ -45,7 +45,7 @@ class StepInput:
     """Of the step's requests, in order."""
     sampled_rows: list[int]
     """Which of the requests want a next token."""
-    last_token_S: NDArray[np.int64]
+    last_token_S: IntArray
     """The token of the step whose logits give it, for each of `sampled_rows`."""
 
 
@@ -57,6 +57,7 @@ class InputBatch:
         # zeros are mapped only when touched, so rows that nobody uses take no memory
         self.token_ids_CL: IntArray = np.zeros((num_slots, max_model_len + 1), np.int32)
         self.block_table_CB: IntArray = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
+        self._counting: IntArray = np.arange(num_slots + 1, dtype=np.int32)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._states: dict[str, SlotState] = {}
 
@@ -96,27 +97,32 @@ class InputBatch:
     def make_input(self, step: SchedulerOutput, device: torch.device) -> StepInput:
         """The tensors of a step whose changes were applied."""
         states = [self._states[i] for i in step.request_ids]
-        slots_R = np.fromiter((s.slot for s in states), np.int64, len(states))
-        start_R = np.asarray(step.num_computed_tokens, np.int64)
-        query_len_R = np.asarray(step.num_scheduled_tokens, np.int64)
-        context_len_R = start_R + query_len_R
-        query_start_R1 = np.zeros(len(states) + 1, np.int64)
-        np.cumsum(query_len_R, out=query_start_R1[1:])
-        row_T = np.repeat(np.arange(len(states)), query_len_R)
-        position_T = np.arange(query_start_R1[-1]) - (query_start_R1[:-1] - start_R)[row_T]
-        slot_T = slots_R[row_T]
-        num_blocks = -(-int(context_len_R.max(initial=0)) // self._block_size)
-        block_T = self.block_table_CB[slot_T, position_T // self._block_size].astype(np.int64)
+        num_rows, size = len(states), self._block_size
+        slots_R = np.array([s.slot for s in states], np.intp)
+        start_R = np.array(step.num_computed_tokens, np.int32)
+        if step.num_tokens == num_rows:
+            # a token of each request, as in most steps
+            query_start_R1 = self._counting[: num_rows + 1]
+            position_T, slot_T, context_len_R = start_R, slots_R, start_R + 1
+        else:
+            query_len_R = np.array(step.num_scheduled_tokens, np.int32)
+            query_start_R1 = np.zeros(num_rows + 1, np.int32)
+            np.cumsum(query_len_R, out=query_start_R1[1:])
+            row_T = np.repeat(self._counting[:num_rows], query_len_R)
+            position_T = np.arange(query_start_R1[-1], dtype=np.int32) - (query_start_R1[:-1] - start_R)[row_T]
+            slot_T, context_len_R = slots_R[row_T], start_R + query_len_R
+        num_blocks = -(-int(context_len_R.max(initial=0)) // size)
+        block_T, offset_T = np.divmod(position_T, size)
         sampled_rows = [i for i, wanted in enumerate(step.num_sampled_tokens) if wanted]
 
-        def on_device(array: NDArray[np.generic]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array, np.int32)).to(device)
+        def on_device(array: IntArray) -> Tensor:
+            return torch.from_numpy(array).to(device)
 
         return StepInput(
             token_ids_T=on_device(self.token_ids_CL[slot_T, position_T]),
             tables=StepTables(
                 positions_T=on_device(position_T),
-                slot_mapping_T=on_device(block_T * self._block_size + position_T % self._block_size),
+                slot_mapping_T=on_device(self.block_table_CB[slot_T, block_T] * size + offset_T),
                 query_start_R1=on_device(query_start_R1),
                 context_len_R=on_device(context_len_R),
                 block_table_RB=on_device(self.block_table_CB[slots_R, :num_blocks]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -30,12 +31,13 @@ class ModelRunner:
         return self._inlet.next_step_id()
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
-        """What the step brought, from the last stage; None from the others."""
+    def execute(self, step: SchedulerOutput, on_compute: Callable[[], None]) -> ModelRunnerOutput | None:
+        """What the step brought, from the last stage; None from the others. Calls `on_compute` before it computes."""
         self._batch.apply(step)
         self._inlet.prepare(step)
         inputs = self._batch.make_input(step, self._device)
         rows, times = self._inlet.take(step, inputs)
+        on_compute()
         started = time.monotonic()
         # all its requests may have been forgotten; the stages after this one take their turn all the same
         hidden_TD = self._graph.forward(rows, inputs.tables) if step.request_ids else rows.new_zeros(0, 1)

@@ -14,8 +14,8 @@ from torch import Tensor
 from millstream.messages import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from millstream.parallel.layout import StageTime
 from millstream.parallel.links import HiddenSender, TokenSender
-from millstream.worker.input_batch import InputBatch, StepInput
-from millstream.worker.sampler import Sampled, Sampler, SamplingRow
+from millstream.worker.input_batch import InputBatch, SlotState, StepInput
+from millstream.worker.sampler import Sampler, SamplingRow, is_plain
 from millstream.worker.step_graph import StepGraph
 
 # logits of a whole chunk would be large: 512 tokens of a vocabulary of 150,000 in float32 are 300 MB
@@ -75,31 +75,36 @@ class Head:
         return output
 
     def _sample(self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, output: ModelRunnerOutput) -> None:
-        hidden_SD = hidden_TD[torch.from_numpy(inputs.last_token_S)]
+        # in most steps every token is one to sample from
+        is_all = len(inputs.sampled_rows) == len(hidden_TD)
+        hidden_SD = hidden_TD if is_all else hidden_TD[torch.from_numpy(inputs.last_token_S)]
         states = [inputs.states[i] for i in inputs.sampled_rows]
-        rows = [
-            SamplingRow(
-                params=state.params,
-                token_ids=self._batch.token_ids(state),
-                num_prompt_tokens=state.num_prompt_tokens,
-                stop_token_ids=state.stop_token_ids,
-            )
-            for state in states
-        ]
-        if all(row.is_plain for row in rows):
-            sampled = [Sampled(token_id) for token_id in self._graph.argmax(hidden_SD)]
+        names = [step.request_ids[i] for i in inputs.sampled_rows]
+        if all(is_plain(state.params, state.num_tokens - state.num_prompt_tokens) for state in states):
+            token_ids = self._graph.argmax(hidden_SD)
         else:
-            sampled = self._sampler.sample(self._graph.logits(hidden_SD), rows)
+            sampled = self._sampler.sample(self._graph.logits(hidden_SD), [self._row(state) for state in states])
+            token_ids = [chosen.token_id for chosen in sampled]
+            output.logprobs = {
+                name: [chosen.logprobs]
+                for name, chosen in zip(names, sampled, strict=True)
+                if chosen.logprobs is not None
+            }
         if self._tokens is not None:
             # before the engine learns of them, so that they are there when it schedules what follows
-            self._tokens.send(step.step_id, [chosen.token_id for chosen in sampled])
-        for i, state, chosen in zip(inputs.sampled_rows, states, sampled, strict=True):
-            request_id = step.request_ids[i]
-            self._batch.append_token(state, chosen.token_id)
-            output.request_ids.append(request_id)
-            output.new_token_ids.append([chosen.token_id])
-            if chosen.logprobs is not None:
-                output.logprobs[request_id] = [chosen.logprobs]
+            self._tokens.send(step.step_id, token_ids)
+        for state, token_id in zip(states, token_ids, strict=True):
+            self._batch.append_token(state, token_id)
+        output.request_ids = names
+        output.new_token_ids = [[token_id] for token_id in token_ids]
+
+    def _row(self, state: SlotState) -> SamplingRow:
+        return SamplingRow(
+            params=state.params,
+            token_ids=self._batch.token_ids(state),
+            num_prompt_tokens=state.num_prompt_tokens,
+            stop_token_ids=state.stop_token_ids,
+        )
 
     def _prompt_logprobs(
         self, step: SchedulerOutput, inputs: StepInput, hidden_TD: Tensor, output: ModelRunnerOutput

@@ -40,14 +40,10 @@ class SamplingRow:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the token is the likeliest one and nothing else is asked for."""
-        return (
-            self.params.is_greedy
-            and self.params.logprobs is None
-            and not sampling_math.has_edits(self.params, self.num_output_tokens)
-        )
+
+def is_plain(params: SamplingParams, num_output_tokens: int) -> bool:
+    """Whether the next token is the likeliest one and nothing else is asked for."""
+    return params.is_greedy and params.logprobs is None and not sampling_math.has_edits(params, num_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,10 +107,13 @@ class Worker:
             phases=self._phases,
         )
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run one step; what it brought, from the last stage, None from the others."""
+    def execute(self, step: SchedulerOutput, on_compute: Callable[[], None] = lambda: None) -> ModelRunnerOutput | None:
+        """Run one step; what it brought, from the last stage, None from the others.
+
+        `on_compute` is called when all is ready to be computed, which from then on takes no interpreter lock.
+        """
         assert self._runner is not None, "the worker was not started"
-        return self._runner.execute(step)
+        return self._runner.execute(step, on_compute)
 
     def next_step_id(self) -> int | None:
         """The decision whose step must be next, on a stage that follows another; waits to know it. None: any."""
