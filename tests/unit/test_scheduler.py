@@ -394,6 +394,21 @@ def test_a_newcomer_waits_for_one_step_of_a_decision_in_flight() -> None:
     assert steps[:4] == [(0, ["a"]), (1, ["a"]), (2, ["b"]), (1, ["a"])]
 
 
+def test_a_newcomer_joins_the_others_when_their_decision_ends() -> None:
+    executor = FakeExecutor(num_blocks=100)
+    core = make_core(executor, async_scheduling=True, num_scheduler_steps=8)
+    add(core, "a", [1, 2], params(60))
+    for _ in range(4):
+        core.step()
+    add(core, "b", [3, 4], params(40))
+    run(core)
+    names = [s.request_ids for s in executor.worker.steps]
+    together = names.index(["a", "b"])
+    # what is left of the decision that "b" found, each step of it for one of them, is at most 7 steps of both
+    assert together <= 4 + 2 * 8
+    assert names[together : together + 30] == [["a", "b"]] * 30
+
+
 def test_a_request_aborted_within_a_decision_is_gone_with_the_next_step() -> None:
     executor = FakeExecutor()
     core = make_core(executor, async_scheduling=True, num_scheduler_steps=8)

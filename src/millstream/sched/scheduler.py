@@ -36,16 +36,13 @@ class _Batch:
     num_sampled: list[int] = field(default_factory=list)
     """Tokens to come from each row, one from each step."""
     new_requests: list[NewRequest] = field(default_factory=list)
-    num_landed: int = 0
-    """Steps that have landed, of as many as the longest row has."""
+    num_steps: int = 1
+    num_left: int = 1
+    """Steps that have not landed, of as many as the longest row has."""
     load: StepLoad = field(default_factory=StepLoad)
     chunk_rows: dict[str, int] = field(default_factory=dict)
     """Which row is whose, of prompts: one may get a second share."""
     predicted_seconds: float = 0.0
-
-    @property
-    def num_steps(self) -> int:
-        return max(1, *self.num_sampled)
 
     def add(self, request: Request, start: int, count: int, new_block_ids: list[int]) -> None:
         self.requests.append(request)
@@ -167,6 +164,10 @@ class Scheduler:
         can_admit = bool(self._waiting) and len(self._running) < self.max_num_running
         # prompts would have to wait while a decision for many steps is computed
         num_steps = 1 if self.adaptive_steps and (prompts or can_admit) else self.max_steps
+        long = [b.num_left for b in self._in_flight.values() if b.num_left > 1]
+        if len(long) >= self.num_stages:
+            # the stages have enough to do: who comes now ends with the others, and from then on they are one batch
+            num_steps = min(num_steps, *long)
         self._schedule_decodes(batch, decodes, max_decodes, num_steps)
         budget = self.policy.open_step(batch.load, backlog=self.backlog.load, num_decoding=num_decoding)
         if self._stats.num_preemptions == num_preempted:
@@ -180,12 +181,12 @@ class Scheduler:
     def update(self, result: ModelRunnerOutput) -> EngineOutputs:
         """Settle a step: what it brought, for every request with news."""
         batch = self._in_flight[result.step_id]
-        step = batch.num_landed
-        batch.num_landed += 1
+        batch.num_left -= 1
+        step = batch.num_steps - batch.num_left - 1
         self.predicted_seconds = batch.predicted_seconds if step == 0 else 0.0
         if step == 0 and result.stage_seconds:
             self.cost_model.observe(batch.load, max(result.stage_seconds))
-        if batch.num_landed == batch.num_steps:
+        if batch.num_left == 0:
             del self._in_flight[result.step_id]
             # where decisions are for several steps, a later one may be done before an earlier one
             self.kv_cache.pool.land(min(self._in_flight, default=self._next_step_id) - 1)
@@ -397,6 +398,7 @@ class Scheduler:
                 self.backlog.discard(request)
             if num_left == 0:
                 self._sample(batch, row, num_steps)
+        batch.num_steps = batch.num_left = max(1, *batch.num_sampled)
         batch.predicted_seconds = self.cost_model.predict(batch.load)
         output = SchedulerOutput(
             step_id=self._next_step_id,
