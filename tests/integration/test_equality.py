@@ -89,14 +89,16 @@ ROADS = {
     "five-at-once": {"max_num_batched_tokens": 64, "block_size": 16, "max_num_seqs": 5},
     "one-thread": {"max_num_batched_tokens": 64, "threads": 1},
     "two-stages": {"max_num_batched_tokens": 64, "pipeline_parallel_size": 2},
-    "sync": {"max_num_batched_tokens": 64, "async_scheduling": False},
-    "sync-8-steps": {"async_scheduling": False, "num_scheduler_steps": 8},
-    "8-steps": {"num_scheduler_steps": 8, "adaptive_steps": False, "max_num_seqs": 5},
-    "two-stages-3-steps": {"num_scheduler_steps": 3, "pipeline_parallel_size": 2},
 }
 # for pipelines of several stages, which take seconds to start
 FEW = PROMPTS[7:12]
 FEW_PARAMS = SamplingParams(temperature=0, logprobs=1, max_tokens=24)
+# tests/unit/test_ahead.py has all combinations, on a small model
+AHEAD = {
+    "sync-8-steps": {"async_scheduling": False, "num_scheduler_steps": 8},
+    "8-steps": {"num_scheduler_steps": 8, "adaptive_steps": False, "max_num_seqs": 5},
+    "two-stages-3-steps": {"num_scheduler_steps": 3, "pipeline_parallel_size": 2},
+}
 # 16 requests of 60 to 270 tokens in a cache that holds about 400: they push each other out
 TIGHT = {"block_size": 16}
 TIGHT_TOKENS = 400
@@ -117,6 +119,13 @@ needs_native = pytest.mark.skipif(not native_available(), reason=native_unavaila
 def test_same_bits(alone: Callable[[str, str, str], Answers], name: str, dtype: str, road: str) -> None:
     """Tokens and log-probabilities, exactly."""
     assert answers(PARAMS[name], dtype=dtype, **ROADS[road]) == alone("native", dtype, name)
+
+
+@needs_native
+@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("road", AHEAD)
+def test_same_bits_where_scheduling_runs_ahead(alone: Callable[[str, str, str], Answers], name: str, road: str) -> None:
+    assert answers(PARAMS[name], **AHEAD[road]) == alone("native", "bfloat16", name)
 
 
 @needs_native
