@@ -120,7 +120,7 @@ def pipeline(args: argparse.Namespace) -> None:
         Variant("fixed chunks", (*stages, "--chunk-policy", "fixed"), load),
         Variant("after", stages, load),
     ]
-    results = {v.name: run(v, args.result_dir) for v in variants}
+    results = {v.name: run(v, args.result_dir) for v in variants if v.name not in args.without}
     compare(results)
     for metric in ("ttft", "tpot", "e2el", "itl"):
         for key in (f"mean_{metric}_ms", f"p99_{metric}_ms"):
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--request-rate", type=float, default=0.115, help="of the pipeline's load: make it about 70 %% of capacity"
     )
+    parser.add_argument("--without", nargs="*", default=[], help="variants of the pipeline's load to leave out")
     parser.add_argument("--result-dir", type=Path, default=Path("results"))
     args = parser.parse_args()
     args.result_dir.mkdir(parents=True, exist_ok=True)
