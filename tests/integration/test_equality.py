@@ -39,7 +39,7 @@ Answers = list[tuple[list[int], list[float]]]
 
 
 def answers(
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     *,
     prompts: Sequence[str] = PROMPTS,
     together: bool = True,
@@ -53,6 +53,7 @@ def answers(
             if together:
                 found = llm.chat(chats, params, progress=False)
             else:
+                assert isinstance(params, SamplingParams)
                 found = [llm.chat(chat, params, progress=False)[0] for chat in chats]
         assert not llm.core.has_work
         llm.core.check_integrity()
@@ -112,20 +113,28 @@ def alone() -> Callable[[str, str, str], Answers]:
 needs_native = pytest.mark.skipif(not native_available(), reason=native_unavailable_reason())
 
 
+def both(**settings: Any) -> Answers:
+    """Each prompt with each of PARAMS, all in one batch."""
+    params = [p for p in PARAMS.values() for _ in PROMPTS]
+    return answers(params, prompts=PROMPTS * len(PARAMS), **settings)
+
+
+def both_alone(alone: Callable[[str, str, str], Answers], dtype: str) -> Answers:
+    return [answer for name in PARAMS for answer in alone("native", dtype, name)]
+
+
 @needs_native
-@pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("road", ROADS)
-def test_same_bits(alone: Callable[[str, str, str], Answers], name: str, dtype: str, road: str) -> None:
+def test_same_bits(alone: Callable[[str, str, str], Answers], dtype: str, road: str) -> None:
     """Tokens and log-probabilities, exactly."""
-    assert answers(PARAMS[name], dtype=dtype, **ROADS[road]) == alone("native", dtype, name)
+    assert both(dtype=dtype, **ROADS[road]) == both_alone(alone, dtype)
 
 
 @needs_native
-@pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("road", AHEAD)
-def test_same_bits_where_scheduling_runs_ahead(alone: Callable[[str, str, str], Answers], name: str, road: str) -> None:
-    assert answers(PARAMS[name], **AHEAD[road]) == alone("native", "bfloat16", name)
+def test_same_bits_where_scheduling_runs_ahead(alone: Callable[[str, str, str], Answers], road: str) -> None:
+    assert both(**AHEAD[road]) == both_alone(alone, "bfloat16")
 
 
 @needs_native
