@@ -119,6 +119,7 @@ def pipeline(args: argparse.Namespace) -> None:
         Variant("before", (*stages, "--no-chunk-pipelining", "--chunk-policy", "fixed", "--no-async-scheduling"), load),
         Variant("fixed chunks", (*stages, "--chunk-policy", "fixed"), load),
         Variant("after", stages, load),
+        Variant("after, 1024 tokens", (*stages, "--max-num-batched-tokens", "1024"), load),
     ]
     results = {v.name: run(v, args.result_dir) for v in variants if v.name not in args.without}
     compare(results)
