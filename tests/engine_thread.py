@@ -4,37 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import os
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import zmq
 
 from millstream.config import EngineConfig, SchedulerConfig
 from millstream.engine.async_llm import AsyncLLM
 from millstream.engine.client import EngineClient, EngineConnection, address_in
 from millstream.engine.core import EngineCore
 from millstream.engine.process import EngineProcess, EngineSocket
-from millstream.messages import EngineFailed, EngineReady, Hello, ModelRunnerOutput, SchedulerOutput
+from millstream.executor.base import Wake
+from millstream.messages import EngineFailed, EngineReady, Hello
 from tests.fakes import FakeExecutor
 
 
 class HeldExecutor(FakeExecutor):
-    """Runs `num_free_steps` steps, then none until `release` is called: what a test does meanwhile comes in between."""
+    """Runs `num_free_steps` steps, then none until `allow` or `release` is called.
+
+    Meanwhile the engine takes messages, as it does while a real step is computed.
+    """
 
     def __init__(self, num_free_steps: int, **more: Any) -> None:
         super().__init__(**more)
-        self._num_free_steps = num_free_steps
-        self._gate = threading.Event()
+        self._num_free_steps: float = num_free_steps
+        self._gate_moved, self._move_gate = os.pipe()
 
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        if len(self.worker.steps) >= self._num_free_steps:
-            self._gate.wait()
-        return super().execute(step)
+    def allow(self, num_steps: float) -> None:
+        """Let so many more steps run."""
+        self._num_free_steps += num_steps
+        os.write(self._move_gate, b".")
 
     def release(self) -> None:
-        self._gate.set()
+        self.allow(math.inf)
+
+    def wait(self, wake: Wake | None = None) -> None:
+        if self.awaited and len(self.worker.steps) < self._num_free_steps:
+            return self.run_next()
+        watched: list[Any] = [self._gate_moved] if wake is None else [self._gate_moved, wake]
+        if self._gate_moved in dict(zmq.zmq_poll([(w, zmq.POLLIN) for w in watched], -1)):
+            os.read(self._gate_moved, 1)
+        return None
+
+    def kill(self) -> None:
+        """There is no process to end."""
 
 
 class LetterBackend:
@@ -121,3 +140,16 @@ async def running_llm(executor: FakeExecutor, *, batch_window: float = 0.0, **sc
             executor.release()
         await llm.stop()
         assert not folder.exists()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("what the test waits for has not come")
+
+
+async def until_idle(running: Running) -> None:
+    await until(lambda: not running.core.has_work)

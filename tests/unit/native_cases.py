@@ -50,9 +50,22 @@ def relative_error(x: Tensor, expected: Tensor) -> float:
 class PagedRequests:
     """Some requests' rows of q, k and v, their blocks scattered over a cache; runs them through attention in steps."""
 
-    def __init__(self, lens: Sequence[int], heads: Heads, *, block_size: int = 32, seed: int = 0) -> None:
+    def __init__(
+        self,
+        lens: Sequence[int],
+        heads: Heads,
+        *,
+        block_size: int = 32,
+        seed: int = 0,
+        key_factors: Sequence[float] = (1.0,),
+    ) -> None:
+        """`key_factors`: of the keys of every 40 tokens, in turn."""
         self.lens, self.heads, self.block_size = lens, heads, block_size
         self.qkv = [random((n, heads.row_width), seed + i) for i, n in enumerate(lens)]
+        for qkv in self.qkv:
+            of_token = torch.tensor(key_factors)[torch.arange(qkv.shape[0]) // 40 % len(key_factors)]
+            keys = slice(heads.num_heads * heads.head_dim, (heads.num_heads + heads.num_kv_heads) * heads.head_dim)
+            qkv[:, keys] *= of_token[:, None]
         self.norms = (random((heads.head_dim,), seed + 100), random((heads.head_dim,), seed + 101))
         num_blocks = [-(-n // block_size) for n in lens]
         self.num_blocks = sum(num_blocks) + 1

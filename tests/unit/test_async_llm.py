@@ -10,7 +10,7 @@ import pytest
 from millstream.engine.output_processor import RequestOutput
 from millstream.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError
 from millstream.request import FinishReason, SamplingParams
-from tests.engine_thread import HeldExecutor, Running, letter, running_llm
+from tests.engine_thread import HeldExecutor, Running, letter, running_llm, until, until_idle
 from tests.fakes import FakeExecutor, expected_tokens, params
 
 
@@ -20,14 +20,6 @@ async def collect(running: Running, prompt: list[int], p: SamplingParams, name: 
 
 def text_of(tokens: list[int]) -> str:
     return "".join(letter(t) for t in tokens)
-
-
-async def until_idle(running: Running) -> None:
-    for _ in range(500):
-        if not running.core.has_work:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the engine still has work")
 
 
 async def test_deltas_joined_are_the_answer() -> None:
@@ -64,8 +56,9 @@ async def test_a_slow_reader_finds_its_deltas_merged() -> None:
         stream = running.llm.generate([1, 2], params(30), request_id="slow")
         first = await anext(stream)
         executor.release()
+        # messages come in order, so those of the slow one are here before those of a later one
+        await collect(running, [3], params(2), "later")
         await until_idle(running)
-        await asyncio.sleep(0.05)
         rest = [d async for d in stream]
         assert len(rest) == 1
         assert first.token_ids + rest[0].token_ids == expected_tokens([1, 2], 30)
@@ -112,8 +105,9 @@ async def test_cancelling_while_waiting_frees_the_request() -> None:
         first = running.llm.generate([1], params(70), request_id="first")
         await anext(first)
         second = asyncio.create_task(collect(running, [2], params(70), "second"))
-        await asyncio.sleep(0)
+        await until(lambda: running.core.scheduler.num_waiting == 1)
         second.cancel()
+        await until(lambda: running.core.scheduler.num_waiting == 0)
         executor.release()
         assert [d async for d in first]
         await until_idle(running)
@@ -139,7 +133,7 @@ async def test_the_queue_is_bounded() -> None:
         streams = [running.llm.generate([i], params(100), request_id=f"r{i}") for i in range(3)]
         await anext(streams[0])
         waiting = asyncio.ensure_future(anext(streams[1]))
-        await asyncio.sleep(0.01)
+        await until(lambda: running.core.scheduler.num_waiting == 1)
         with pytest.raises(OverloadedError, match="--max-num-waiting"):
             await anext(streams[2])
         waiting.cancel()
@@ -185,12 +179,12 @@ async def test_an_idle_engine_gathers_a_batch() -> None:
 
 
 async def test_nothing_waits_for_the_window_while_the_engine_runs() -> None:
-    executor = HeldExecutor(3, num_blocks=400, max_model_len=1500)
+    executor = HeldExecutor(3)
     async with running_llm(executor, batch_window=0.01) as running:
-        stream = running.llm.generate([1], params(1400), request_id="running")
+        stream = running.llm.generate([1], params(100), request_id="running")
         await anext(stream)
         late_one = asyncio.create_task(collect(running, [2], params(3), "late"))
-        await asyncio.sleep(0.05)
+        await until(lambda: running.core.scheduler.num_waiting == 1)
         executor.release()
         assert len(await late_one) > 0
         # the late one joined the running one's steps

@@ -13,9 +13,8 @@ from millstream.engine.client import EngineConnection
 from millstream.errors import EngineDeadError, OverloadedError
 from millstream.messages import ClientGone, EngineReady, FromEngine, TraceTo
 from millstream.server.siblings import Siblings, socket_path, summed
-from tests.engine_thread import HeldExecutor, Running, connected, running_llm
+from tests.engine_thread import HeldExecutor, Running, connected, running_llm, until, until_idle
 from tests.fakes import FakeExecutor, expected_tokens, params
-from tests.unit.test_async_llm import until_idle
 
 
 @asynccontextmanager
@@ -55,15 +54,21 @@ async def test_a_client_that_died_is_aborted_running_or_waiting() -> None:
         async with another(running, "two") as two:
             mine = running.llm.generate([1], params(150), request_id="mine")
             first = await anext(mine)
+            scheduler = running.core.scheduler
             running_one = asyncio.create_task(tokens(two, [2], 150, "running"))
+            await until(lambda: scheduler.num_waiting == 1)
+            executor.allow(6)
+            await until(lambda: scheduler.num_waiting == 0)
             waiting_one = asyncio.create_task(tokens(two, [3], 150, "waiting"))
-            await asyncio.sleep(0)
+            await until(lambda: scheduler.num_waiting == 1)
             running.client.send(ClientGone("two"))
+            await until(lambda: scheduler.num_waiting == 0)
             executor.release()
             rest = [t async for delta in mine for t in delta.token_ids]
             assert first.token_ids + rest == expected_tokens([1], 150)
             await until_idle(running)
             running.core.check_integrity()
+            assert sum("running" in step.request_ids for step in executor.worker.steps) < 10
             assert not any("waiting" in step.request_ids for step in executor.worker.steps)
             # nor is more taken of it
             late = asyncio.create_task(tokens(two, [4], 5, "late"))
@@ -80,12 +85,11 @@ async def test_the_queue_is_bounded_over_all_clients() -> None:
         mine = running.llm.generate([1], params(150), request_id="running")
         await anext(mine)
         asked = [asyncio.create_task(tokens(llm, [2], 3, str(i))) for i, llm in enumerate((running.llm, two))]
-        await asyncio.sleep(0)
-        executor.release()
         # whichever message the engine reads first, there is room for one
         (refused,), (waiting,) = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
         with pytest.raises(OverloadedError, match="2 requests are open"):
             refused.result()
+        executor.release()
         await mine.aclose()  # type: ignore[attr-defined]
         assert await waiting == expected_tokens([2], 3)
 

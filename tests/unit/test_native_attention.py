@@ -56,9 +56,29 @@ def test_same_bits_at_every_level(level: str, dtype: str) -> None:
     check_roads(level, dtype, Heads(num_heads=4, num_kv_heads=2, head_dim=32, window=70), 32, (100, 33, 1))
 
 
-def check_roads(level: str, dtype: str, heads: Heads, block_size: int, lens: tuple[int, ...]) -> None:
+UNEVEN = (1.0, 60.0, 0.1, 5.0, 200.0)
+"""Factors of keys with which some tokens' weights are 2^100 times those of the tokens before."""
+
+
+@pytest.mark.parametrize("heads", [GQA, SHAPES[6], SHAPES[7]], ids=str)
+def test_scores_that_grow_far_above_the_first_ones(heads: Heads) -> None:
+    check_roads(levels[-1], "bfloat16", heads, 32, (270, 33, 129), key_factors=UNEVEN)
+    requests = PagedRequests(LENS, heads, key_factors=UNEVEN)
+    plain, best = (NativeOps(dtype="bfloat16", level=level, threads=2) for level in (levels[0], levels[-1]))
+    for found, expected in zip(requests.run(best, whole(LENS)), requests.run(plain, whole(LENS)), strict=True):
+        assert relative_error(found, expected) < tolerances["bfloat16"]
+
+
+def check_roads(
+    level: str,
+    dtype: str,
+    heads: Heads,
+    block_size: int,
+    lens: tuple[int, ...],
+    key_factors: tuple[float, ...] = (1.0,),
+) -> None:
     one, two = (NativeOps(dtype=dtype, level=level, threads=n) for n in (1, 2))
-    requests = PagedRequests(lens, heads, block_size=block_size)
+    requests = PagedRequests(lens, heads, block_size=block_size, key_factors=key_factors)
     expected = requests.run(one, alone(lens))
     roads = {
         "batch": whole(lens),
