@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -179,6 +180,7 @@ class Session:
         while not condition():
             assert self.core.has_work, "it never was so"
             self.step(wake)
+            time.sleep(0.0005)  # else this loop keeps the interpreter from the worker's thread
 
 
 def always_readable(context: zmq.Context[Any]) -> tuple[Wake, Wake]:
