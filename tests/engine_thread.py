@@ -151,5 +151,10 @@ async def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("what the test waits for has not come")
 
 
+def num_open(running: Running) -> int:
+    """Requests that the engine knows."""
+    return running.core.scheduler.num_waiting + running.core.scheduler.num_running
+
+
 async def until_idle(running: Running) -> None:
     await until(lambda: not running.core.has_work)

@@ -10,7 +10,7 @@ import pytest
 from millstream.engine.output_processor import RequestOutput
 from millstream.errors import ContextLengthError, EngineDeadError, InvalidRequestError, OverloadedError
 from millstream.request import FinishReason, SamplingParams
-from tests.engine_thread import HeldExecutor, Running, letter, running_llm, until, until_idle
+from tests.engine_thread import HeldExecutor, Running, letter, num_open, running_llm, until, until_idle
 from tests.fakes import FakeExecutor, expected_tokens, params
 
 
@@ -56,9 +56,9 @@ async def test_a_slow_reader_finds_its_deltas_merged() -> None:
         stream = running.llm.generate([1, 2], params(30), request_id="slow")
         first = await anext(stream)
         executor.release()
+        await until_idle(running)
         # messages come in order, so those of the slow one are here before those of a later one
         await collect(running, [3], params(2), "later")
-        await until_idle(running)
         rest = [d async for d in stream]
         assert len(rest) == 1
         assert first.token_ids + rest[0].token_ids == expected_tokens([1, 2], 30)
@@ -184,7 +184,7 @@ async def test_nothing_waits_for_the_window_while_the_engine_runs() -> None:
         stream = running.llm.generate([1], params(100), request_id="running")
         await anext(stream)
         late_one = asyncio.create_task(collect(running, [2], params(3), "late"))
-        await until(lambda: running.core.scheduler.num_waiting == 1)
+        await until(lambda: num_open(running) == 2)
         executor.release()
         assert len(await late_one) > 0
         # the late one joined the running one's steps

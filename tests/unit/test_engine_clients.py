@@ -13,7 +13,7 @@ from millstream.engine.client import EngineConnection
 from millstream.errors import EngineDeadError, OverloadedError
 from millstream.messages import ClientGone, EngineReady, FromEngine, TraceTo
 from millstream.server.siblings import Siblings, socket_path, summed
-from tests.engine_thread import HeldExecutor, Running, connected, running_llm, until, until_idle
+from tests.engine_thread import HeldExecutor, Running, connected, num_open, running_llm, until, until_idle
 from tests.fakes import FakeExecutor, expected_tokens, params
 
 
@@ -54,21 +54,20 @@ async def test_a_client_that_died_is_aborted_running_or_waiting() -> None:
         async with another(running, "two") as two:
             mine = running.llm.generate([1], params(150), request_id="mine")
             first = await anext(mine)
-            scheduler = running.core.scheduler
             running_one = asyncio.create_task(tokens(two, [2], 150, "running"))
-            await until(lambda: scheduler.num_waiting == 1)
+            await until(lambda: num_open(running) == 2)
             executor.allow(6)
-            await until(lambda: scheduler.num_waiting == 0)
+            await until(lambda: running.core.scheduler.num_waiting == 0)
             waiting_one = asyncio.create_task(tokens(two, [3], 150, "waiting"))
-            await until(lambda: scheduler.num_waiting == 1)
+            await until(lambda: num_open(running) == 3)
             running.client.send(ClientGone("two"))
-            await until(lambda: scheduler.num_waiting == 0)
+            await until(lambda: num_open(running) == 1)
             executor.release()
             rest = [t async for delta in mine for t in delta.token_ids]
             assert first.token_ids + rest == expected_tokens([1], 150)
             await until_idle(running)
             running.core.check_integrity()
-            assert sum("running" in step.request_ids for step in executor.worker.steps) < 10
+            assert sum("running" in step.request_ids for step in executor.worker.steps) <= 10
             assert not any("waiting" in step.request_ids for step in executor.worker.steps)
             # nor is more taken of it
             late = asyncio.create_task(tokens(two, [4], 5, "late"))
