@@ -379,6 +379,56 @@ MS_INLINE void merge_cut(Tile<T>& tile, const AttentionCut& cut) {
     for (int row = 0; row < rows; row++) write_row<T>(a, item, row, tile.sum[row], tile.out + row * d, d);
 }
 
+// What is read now and what is read next.
+struct Lists {
+    GroupList list[2];
+    int current = 0;
+    int part = -1;  // whose first segment is listed
+};
+
+// Computes the schedule's part n; then comes part `after` (-1: none, or it is not known).
+template <class T>
+MS_INLINE void run_part(Tile<T>& tile, int n, int after, Lists& lists) {
+    const AttentionArgs& a = *tile.args;
+    const AttentionSchedule& schedule = *a.schedule;
+    const AttentionPart& part = schedule.parts[n];
+    const AttentionItem& item = schedule.items[part.item];
+    const bool is_first = part.segment_begin == item.segment_begin;
+    if (lists.part != n) list_segment(a, item, part.segment_begin, lists.list[lists.current]);
+    begin_tile(tile, item);
+    clear_state(tile);
+    for (int s = part.segment_begin; s < part.segment_end; s++) {
+        GroupList& list = lists.list[lists.current];
+        GroupList& next = lists.list[1 - lists.current];
+        const bool is_last = s + 1 == part.segment_end;
+        next.count = 0;
+        if (!is_last) {
+            list_segment(a, item, s + 1, next);
+        } else if (after >= 0) {
+            list_segment(a, schedule.items[schedule.parts[after].item], schedule.parts[after].segment_begin, next);
+        }
+        for (int g = 0; g < kAheadGroups; g++) {
+            list.group[2 * list.count + g] = g < next.count ? next.group[g] : list.group[0];
+        }
+        if constexpr (kHasTiles && sizeof(T) == 2) {
+            run_segment_tiles(tile, s, list);
+        } else {
+            run_segment(tile, s, list);
+        }
+        if (part.record >= 0 && (!is_first || is_last)) {
+            const int at = is_first ? 0 : s - part.segment_begin;
+            save_record(tile, schedule.records + part.record + at * record_floats(item, tile.head_dim));
+            clear_state(tile);
+        }
+        lists.current = 1 - lists.current;
+    }
+    lists.part = after;
+    if (part.record >= 0) return;
+    for (int i = 0; i < tile.num_rows; i++) {
+        write_row<T>(a, item, i, tile.sum[i], tile.out + i * tile.head_dim, tile.head_dim);
+    }
+}
+
 template <class T>
 void attention_of(const AttentionArgs& a, Worker& w) {
     const AttentionSchedule& schedule = *a.schedule;
@@ -398,45 +448,15 @@ void attention_of(const AttentionArgs& a, Worker& w) {
     tile.q = reinterpret_cast<T*>(take(sizeof(T) * kTileRows * d));
     tile.out = reinterpret_cast<float*>(take(sizeof(float) * kTileRows * d));
     tile.spare = memory;
-    GroupList lists[2];
-    int current = 0;
-    const int begin = schedule.part_begin[w.id], end = schedule.part_begin[w.id + 1];
-    for (int n = begin; n < end; n++) {
-        const AttentionPart& part = schedule.parts[n];
-        if (n == begin) list_segment(a, schedule.items[part.item], part.segment_begin, lists[0]);
-        const AttentionItem& item = schedule.items[part.item];
-        const bool is_first = part.segment_begin == item.segment_begin;
-        begin_tile(tile, item);
-        clear_state(tile);
-        for (int s = part.segment_begin; s < part.segment_end; s++) {
-            GroupList& list = lists[current];
-            GroupList& next = lists[1 - current];
-            const bool is_last = s + 1 == part.segment_end;
-            if (!is_last) {
-                list_segment(a, item, s + 1, next);
-            } else if (n + 1 < end) {
-                const AttentionPart& after = schedule.parts[n + 1];
-                list_segment(a, schedule.items[after.item], after.segment_begin, next);
-            } else {
-                next.count = 0;
-            }
-            for (int g = 0; g < kAheadGroups; g++) {
-                list.group[2 * list.count + g] = g < next.count ? next.group[g] : list.group[0];
-            }
-            if constexpr (kHasTiles && sizeof(T) == 2) {
-                run_segment_tiles(tile, s, list);
-            } else {
-                run_segment(tile, s, list);
-            }
-            if (part.record >= 0 && (!is_first || is_last)) {
-                const int at = is_first ? 0 : s - part.segment_begin;
-                save_record(tile, schedule.records + part.record + at * record_floats(item, d));
-                clear_state(tile);
-            }
-            current = 1 - current;
+    Lists lists;
+    Turns turns(w, schedule.num_turns, 1);
+    for (int turn, turn_end; turns.next(turn, turn_end);) {
+        const int end = schedule.part_begin[turn_end];
+        for (int n = schedule.part_begin[turn]; n < end; n++) {
+            const int next_turn = turns.ahead();
+            const int after = n + 1 < end ? n + 1 : next_turn < schedule.num_turns ? schedule.part_begin[next_turn] : -1;
+            run_part(tile, n, after, lists);
         }
-        if (part.record >= 0) continue;
-        for (int i = 0; i < tile.num_rows; i++) write_row<T>(a, item, i, tile.sum[i], tile.out + i * d, d);
     }
     if (schedule.num_cuts == 0) return;
     w.barrier();

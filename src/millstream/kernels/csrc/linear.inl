@@ -195,10 +195,22 @@ MS_INLINE void linear_finish(const LinearArgs& a, int row, int num_rows, int pan
 
 void linear_tiles(const LinearArgs& a, Worker& w, Best* best);  // linear_amx.inl, where kHasTiles
 
-MS_INLINE const char* first_panel(const LinearArgs& a, const Worker& w) {
-    int begin, end;
-    w.share(a.weight->num_panels(), begin, end);
-    return reinterpret_cast<const char*>(a.weight->words + begin * a.weight->panel_words());
+MS_INLINE int panels_per_turn(const LinearArgs& a, const Worker& w) {
+    return Turns::units_per_turn(a.weight->num_panels(), w.count);
+}
+
+MS_INLINE const char* panel_at(const LinearArgs& a, int panel) {
+    return reinterpret_cast<const char*>(a.weight->words + panel * a.weight->panel_words());
+}
+
+// What the thread reads after a unit of a turn that ends at `end`: the next one's panel, or what it begins the next
+// layer with, or nothing else. A unit is a panel with some of the rows.
+MS_INLINE const char* panel_after(const LinearArgs& a, const Worker& w, const Turns& turns, int unit, int end) {
+    const int next = unit + 1 < end ? unit + 1 : turns.ahead(), num_panels = a.weight->num_panels();
+    if (next < turns.num_units()) return panel_at(a, next % num_panels);
+    if (!a.next) return panel_at(a, unit % num_panels);
+    const int first = w.id * panels_per_turn(*a.next, w);
+    return panel_at(*a.next, first < a.next->weight->num_panels() ? first : 0);
 }
 
 template <class T, class Product>
@@ -208,22 +220,22 @@ void linear_panels(const LinearArgs& a, const Product& product, Worker& w, Best*
     const int passes = (a.num_rows + Product::kRows - 1) / Product::kRows;
     const int rows = a.num_rows / passes, more = a.num_rows % passes;  // the first `more` passes take one row more
     alignas(64) float c[Product::kRows * kPanel];
-    int begin, end;
-    w.share(a.weight->num_panels(), begin, end);
-    for (int p = begin; p < end; p++) {
-        const std::uint32_t* panel = a.weight->words + p * panel_words;
-        const char* next = reinterpret_cast<const char*>(panel + panel_words);
-        if (p == end - 1) next = a.next ? first_panel(*a.next, w) : reinterpret_cast<const char*>(panel);
-        for (int q = 0, row = 0; q < passes; q++) {
-            const int n = rows + (q < more);
-            if (passes == 1) {
-                Ahead ahead{p == end - 1 ? next : reinterpret_cast<const char*>(panel) + kDistance, 1};
-                tile_of<true>(n, product, row, panel, ahead, c);
-            } else {
-                tile_of<false>(n, product, row, panel, Ahead{next + panel_words * 4 * q / passes, passes}, c);
+    Turns turns(w, a.weight->num_panels(), panels_per_turn(a, w));
+    for (int begin, end; turns.next(begin, end);) {
+        for (int p = begin; p < end; p++) {
+            const std::uint32_t* panel = a.weight->words + p * panel_words;
+            const char* next = panel_after(a, w, turns, p, end);
+            for (int q = 0, row = 0; q < passes; q++) {
+                const int n = rows + (q < more);
+                if (passes == 1) {
+                    Ahead ahead{p == end - 1 ? next : reinterpret_cast<const char*>(panel) + kDistance, 1};
+                    tile_of<true>(n, product, row, panel, ahead, c);
+                } else {
+                    tile_of<false>(n, product, row, panel, Ahead{next + panel_words * 4 * q / passes, passes}, c);
+                }
+                linear_finish<T>(a, row, n, p, c, best);
+                row += n;
             }
-            linear_finish<T>(a, row, n, p, c, best);
-            row += n;
         }
     }
 }
@@ -262,7 +274,7 @@ MS_INLINE void linear_bytes(const LinearArgs& a, char* shared, Worker& w, Best* 
     linear_panels<T>(a, ByteProduct{q, scale, offset, static_cast<int>(groups)}, w, best);
 }
 
-// Each thread has the best of its columns; threads hold ascending ones, so only a greater value replaces.
+// Each thread has the best of its columns; among equals the lowest wins.
 MS_INLINE void merge_best(const LinearArgs& a, Worker& w) {
     const Best* best = reinterpret_cast<const Best*>(a.shared);
     int begin, end;
@@ -271,7 +283,8 @@ MS_INLINE void merge_best(const LinearArgs& a, Worker& w) {
         Best found = best[i];
         for (int t = 1; t < w.count; t++) {
             const Best& other = best[static_cast<std::ptrdiff_t>(t) * a.num_rows + i];
-            if (other.value > found.value) found = other;
+            const bool is_equal = other.value == found.value;
+            if (other.value > found.value || (is_equal && other.id < found.id)) found = other;
         }
         a.ids[i] = found.id;
     }

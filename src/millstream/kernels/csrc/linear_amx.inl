@@ -76,22 +76,23 @@ void linear_tiles(const LinearArgs& a, Worker& w, Best* best) {
     const int group = near < kPassRows ? kPassRows : near < static_cast<std::size_t>(num_rows) ? near : num_rows;
     const std::size_t panel_words = a.weight->panel_words();
     alignas(64) float c[kPassRows * kPanel];
-    int begin, end;
-    w.share(a.weight->num_panels(), begin, end);
-    for (int first = 0; first < num_rows; first += group) {
-        const int last = num_rows - first < group ? num_rows : first + group;
-        const int passes = (last - first + kPassRows - 1) / kPassRows;
-        for (int p = begin; p < end; p++) {
+    const int num_panels = a.weight->num_panels();
+    // each panel with each group of rows, one group after the other
+    Turns turns(w, (num_rows + group - 1) / group * num_panels, panels_per_turn(a, w));
+    for (int begin, end; turns.next(begin, end);) {
+        for (int unit = begin; unit < end; unit++) {
+            const int p = unit % num_panels, first = unit / num_panels * group;
+            const int last = num_rows - first < group ? num_rows : first + group;
+            const int passes = (last - first + kPassRows - 1) / kPassRows;
             const std::uint32_t* panel = a.weight->words + p * panel_words;
-            const char* next = reinterpret_cast<const char*>(panel + panel_words);
-            if (p == end - 1) next = a.next ? first_panel(*a.next, w) : reinterpret_cast<const char*>(panel);
+            const char* next = panel_after(a, w, turns, unit, end);
             for (int q = 0; q < passes; q++) {
                 const int row = first + q * kPassRows, n = last - row < kPassRows ? last - row : kPassRows;
                 // a tile holds 16 rows if there are as many: before the last few, some are computed once more
                 const int again = n < unit_rows ? unit_rows - n : 0;
                 const bf16* x = static_cast<const bf16*>(a.x) + static_cast<std::ptrdiff_t>(row - again) * a.x_stride;
                 Ahead ahead{next + panel_words * 4 * q / passes, passes};
-                if (passes == 1 && p != end - 1) ahead.p = reinterpret_cast<const char*>(panel) + kDistance;
+                if (passes == 1 && unit != end - 1) ahead.p = reinterpret_cast<const char*>(panel) + kDistance;
                 if (n > kUnitRows) {
                     multiply_pass<true>(a, x, n, unit_rows, panel, ahead, c);
                 } else {

@@ -70,6 +70,7 @@ void pin(int) {}
 
 ThreadPool::ThreadPool(int num_threads, bool is_pinned)
     : num_threads_(num_threads), is_pinned_(is_pinned), cpus_(usable_cpus()), per_thread_(new PerThread[num_threads]) {
+    taken_[0].turns = num_threads;
     while ((1 << num_rounds_) < num_threads) num_rounds_++;
     if (static_cast<int>(cpus_.size()) < num_threads) is_pinned_ = false;
     for (int i = 0; i < num_threads; i++) {
@@ -124,6 +125,14 @@ void ThreadPool::wait_for_step(std::uint32_t seen) {
         if (step_.load() == seen) sleep_while(step_, seen);
         num_sleeping_.fetch_sub(1);
     }
+}
+
+// Two counters are enough: all threads are done with the one of the operation before when the first begins this one.
+// The first turns are the threads' own.
+std::atomic<int>& ThreadPool::begin_turns(int id) {
+    const std::uint32_t now = per_thread_[id].num_turns++ % 2;
+    if (id == 0) taken_[1 - now].turns.store(num_threads_, std::memory_order_relaxed);
+    return taken_[now].turns;
 }
 
 // Dissemination barrier: in round r thread i tells thread i + 2^r, so log2(n) messages on the longest path, and no

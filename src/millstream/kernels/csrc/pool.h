@@ -29,6 +29,39 @@ struct Worker {
     }
 };
 
+// An operation's units, taken in turns as threads come to it: one that is held up, as something else has its core for a
+// while, leaves its turns to the others. Every thread makes one for the same operation, and a barrier lies between two.
+// (Inlined always: kernels of all levels use it, and the linker must not keep a copy of theirs for everyone.)
+class Turns {
+  public:
+    [[gnu::always_inline]] Turns(Worker& w, int num_units, int units_per_turn);
+
+    // The next turn's units [begin, end); false where nothing is left. The one after it is taken already.
+    [[gnu::always_inline]] bool next(int& begin, int& end) {
+        begin = next_ * units_per_turn_;
+        if (begin >= num_units_) return false;
+        end = begin + units_per_turn_ < num_units_ ? begin + units_per_turn_ : num_units_;
+        next_ = taken_ ? taken_->fetch_add(1, std::memory_order_relaxed) : next_ + 1;
+        return true;
+    }
+
+    [[gnu::always_inline]] int num_units() const { return num_units_; }
+
+    // Where the turn after the last one given begins, `num_units` or more where there is none.
+    [[gnu::always_inline]] int ahead() const { return next_ * units_per_turn_; }
+
+    // Several turns for each thread, so that little is left to wait for; long enough to be read in one go.
+    [[gnu::always_inline]] static int units_per_turn(int num_units, int num_threads) {
+        constexpr int kTurnsPerThread = 8;
+        const int units = num_units / (num_threads * kTurnsPerThread);
+        return units > 1 ? units : 1;
+    }
+
+  private:
+    int num_units_, units_per_turn_, next_;
+    std::atomic<int>* taken_;
+};
+
 constexpr std::size_t kScratchBytes = 512 * 1024;
 
 class ThreadPool {
@@ -53,6 +86,9 @@ class ThreadPool {
 
     void barrier(int id);
 
+    // How many turns are taken of the operation that thread `id` begins now.
+    std::atomic<int>& begin_turns(int id);
+
   private:
     void work(int id);
     void wait_for_step(std::uint32_t seen);
@@ -65,6 +101,7 @@ class ThreadPool {
     struct alignas(64) PerThread {
         Flag arrived[kMaxRounds];  // written by the partner of each round, read by this thread
         std::uint32_t epoch = 0;   // barriers passed
+        std::uint32_t num_turns = 0;  // operations that were taken in turns
         std::unique_ptr<char[]> memory;
         char* scratch = nullptr;
     };
@@ -76,6 +113,10 @@ class ThreadPool {
     std::unique_ptr<PerThread[]> per_thread_;
     std::vector<std::thread> threads_;
     std::mutex run_mutex_;  // two Python threads may call in at once
+    struct alignas(64) Taken {
+        std::atomic<int> turns{0};
+    };
+    Taken taken_[2];  // of this operation, and of the one after it
     alignas(64) std::atomic<std::uint32_t> step_{0};
     alignas(64) std::atomic<std::uint32_t> num_sleeping_{0};
     alignas(64) Function function_ = nullptr;
@@ -86,5 +127,9 @@ class ThreadPool {
 inline void Worker::barrier() {
     if (count > 1) pool->barrier(id);
 }
+
+inline Turns::Turns(Worker& w, int num_units, int units_per_turn)
+    : num_units_(num_units), units_per_turn_(units_per_turn), next_(w.id),
+      taken_(w.count > 1 ? &w.pool->begin_turns(w.id) : nullptr) {}
 
 }  // namespace millstream

@@ -8,11 +8,20 @@ namespace {
 
 // What starting a segment costs, in tokens.
 constexpr int kSegmentOverhead = 8;
+// Turns for each thread where there is enough to do, and segments that a turn has at least.
+constexpr int kTurnsPerThread = 8;
+constexpr int kSegmentsPerTurn = 8;
 
 std::int64_t segment_cost(const AttentionItem& item, int segment, int free_rows) {
     const int end = std::min((segment + 1) * kSegment, item.first_position + item.num_tokens);
     const std::int64_t tokens = end - segment * kSegment + kSegmentOverhead;
     return tokens * std::max(item.num_rows(), free_rows);
+}
+
+std::int64_t item_cost(const AttentionItem& item, int free_rows) {
+    std::int64_t cost = 0;
+    for (int s = item.segment_begin; s < item.segment_end; s++) cost += segment_cost(item, s, free_rows);
+    return cost;
 }
 
 }  // namespace
@@ -22,8 +31,8 @@ const AttentionSchedule& AttentionScheduler::build(const StepTables& tables, int
     items_.clear();
     for (int r = 0; r < tables.num_requests; r++) add_items(tables, r, num_heads, num_kv_heads, window);
     deal(head_dim, num_threads, free_rows);
-    schedule_ = {items_.data(), parts_.data(), part_begin_.data(), cuts_.data(), static_cast<int>(cuts_.size()),
-                 records_.data()};
+    schedule_ = {items_.data(), parts_.data(), part_begin_.data(), static_cast<int>(part_begin_.size()) - 1,
+                 cuts_.data(),  static_cast<int>(cuts_.size()), records_.data()};
     return schedule_;
 }
 
@@ -52,29 +61,36 @@ void AttentionScheduler::add_items(const StepTables& tables, int request, int nu
     }
 }
 
-// Threads get equal shares of the cost, cut at segments. Where the cuts fall does not change a bit of the results.
+// Turns get about equal shares of the cost: whole items, or long ones cut at segments. Where the cuts fall does not
+// change a bit of the results.
 void AttentionScheduler::deal(int head_dim, int num_threads, int free_rows) {
     parts_.clear();
     cuts_.clear();
     part_begin_.assign(1, 0);
     std::int64_t total = 0, done = 0;
+    int num_segments = 0;
     for (const auto& item : items_) {
-        for (int s = item.segment_begin; s < item.segment_end; s++) total += segment_cost(item, s, free_rows);
+        total += item_cost(item, free_rows);
+        num_segments += item.segment_end - item.segment_begin;
     }
+    const int most = num_threads > 1 ? num_threads * kTurnsPerThread : 1;
+    const int num_turns = std::max(num_threads, std::min(most, num_segments / kSegmentsPerTurn));
     std::ptrdiff_t records = 0;
-    int thread = 0;
+    int turn = 0;
     for (int i = 0; i < static_cast<int>(items_.size()); i++) {
         const AttentionItem& item = items_[i];
         const std::size_t first_part = parts_.size();
+        const std::int64_t whole = item_cost(item, free_rows);
+        const int step = 2 * whole * num_turns <= total ? item.segment_end - item.segment_begin : 1;
         int begin = item.segment_begin;
-        for (int s = item.segment_begin; s < item.segment_end; s++) {
-            const std::int64_t cost = segment_cost(item, s, free_rows);
-            // the segment goes where its middle falls
-            while (thread < num_threads - 1 && (done + cost / 2) * num_threads >= total * (thread + 1)) {
+        for (int s = item.segment_begin; s < item.segment_end; s += step) {
+            const std::int64_t cost = step > 1 ? whole : segment_cost(item, s, free_rows);
+            // it goes where its middle falls
+            while (turn < num_turns - 1 && (done + cost / 2) * num_turns >= total * (turn + 1)) {
                 if (s > begin) parts_.push_back({i, begin, s, -1});
                 begin = s;
                 part_begin_.push_back(static_cast<int>(parts_.size()));
-                thread++;
+                turn++;
             }
             done += cost;
         }
@@ -84,14 +100,14 @@ void AttentionScheduler::deal(int head_dim, int num_threads, int free_rows) {
         for (std::size_t p = first_part; p < parts_.size(); p++) {
             AttentionPart& part = parts_[p];
             part.record = records;
-            // the first part is folded by its thread; a later part can't be, as the fold starts at the first segment
+            // the first part is folded in its turn; a later part can't be, as the fold starts at the first segment
             const int n = p == first_part ? 1 : part.segment_end - part.segment_begin;
             cut.num_records += n;
             records += n * record_floats(item, head_dim);
         }
         cuts_.push_back(cut);
     }
-    part_begin_.resize(num_threads + 1, static_cast<int>(parts_.size()));
+    part_begin_.resize(num_turns + 1, static_cast<int>(parts_.size()));
     if (static_cast<std::ptrdiff_t>(records_.size()) < records) records_.resize(records);
 }
 

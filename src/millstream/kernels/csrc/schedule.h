@@ -22,7 +22,7 @@ struct AttentionItem {
     int num_rows() const { return num_tokens * num_heads; }
 };
 
-// What a thread does of an item. An item that lies between two threads is cut at a segment: each part leaves records
+// What one turn has of an item. An item that lies between two turns is cut at a segment: each part leaves records
 // (maximum, sum and weighted values of every row), which are merged in the order of the segments when all are there.
 struct AttentionPart {
     int item;
@@ -39,7 +39,8 @@ struct AttentionCut {
 struct AttentionSchedule {
     const AttentionItem* items;
     const AttentionPart* parts;
-    const int* part_begin;  // [threads + 1]
+    const int* part_begin;  // [turns + 1]
+    int num_turns;
     const AttentionCut* cuts;
     int num_cuts;
     float* records;
