@@ -87,6 +87,11 @@ def test_argmax_takes_the_lowest_of_equals(level: str) -> None:
     w[[150, 40, 90]] = 1.0
     found = ops.argmax(torch.tensor([[1.0, 0, 0, 0], [-1.0, 0, 0, 0], [0.0, 0, 0, 0]]), ops.pack_linear(w))
     assert found.tolist() == [40, 0, 0]
+    # in whatever turns threads take their columns
+    ops, w = NativeOps(dtype="float32", level=level, threads=3), torch.zeros(3000, 4)
+    w[45::7] = 1.0
+    packed = ops.pack_linear(w)
+    assert {ops.argmax(torch.tensor([[1.0, 0, 0, 0]]), packed).item() for _ in range(50)} == {45}
 
 
 @pytest.mark.parametrize("level", levels)

@@ -125,9 +125,11 @@ class BalancedPolicy:
     - The target is the best for the prompts there are. Computing W seconds of prompts in steps of t seconds, f of
       which are fixed (decodes included), takes (W / (t - f) + depth - 1) * t, least for
       t = f + sqrt(W * f / (depth - 1)).
-    - It stays between bounds made of F, the time of a prompt's first `max_num_batched_tokens`: F / (2 depth), and F
-      or, if anyone decodes or did some steps ago, F / depth. So a decode, which waits for the steps around it, waits
-      no longer than it would with one stage. But prompts get at least as much of a step as is fixed.
+    - If anyone decodes or did some steps ago, it is at most M / depth, where M is the time that
+      `max_num_batched_tokens` of the prompts there are take on average. So a decode, which waits for the steps around
+      it, waits no longer than it would with one stage. But prompts get at least as much of a step as is fixed.
+    - Otherwise it is at most F, the time of a prompt's first `max_num_batched_tokens`; and always at least
+      F / (2 depth).
     - `target_tpot` seconds bound it too: the `depth` steps around a decode are to take no longer.
     """
 
@@ -163,12 +165,13 @@ class BalancedPolicy:
     def target_seconds(self, fixed: float, *, backlog: StepLoad, is_decoding: bool) -> float:
         """How long a step should take of which `fixed` seconds do not depend on its prompts."""
         costs = self.cost_model.costs
-        full = costs.step + self.cost_model.chunk_seconds(0, self.max_num_batched_tokens)
-        low = full / (2 * self.depth)
-        high = max(full / self.depth if is_decoding else full, 2 * fixed)
+        work = self.cost_model.predict(backlog) - costs.step
+        first = costs.step + self.cost_model.chunk_seconds(0, self.max_num_batched_tokens)
+        mean = max(first, costs.step + work / max(backlog.num_tokens, 1) * self.max_num_batched_tokens)
+        low = first / (2 * self.depth)
+        high = max(mean / self.depth if is_decoding else first, 2 * fixed)
         best = high
         if self._num_followers:
-            work = self.cost_model.predict(backlog) - costs.step
             best = fixed + math.sqrt(work * fixed / self._num_followers)
         seconds = min(max(best, low), high)
         return seconds if self.target_tpot is None else min(seconds, self.target_tpot / self.depth)
