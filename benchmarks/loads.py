@@ -79,7 +79,7 @@ def compare(results: dict[str, Result]) -> None:
 
 
 def ratio(results: dict[str, Result], text: str, key: str, above: str, below: str) -> None:
-    if key in results[above] and key in results[below]:
+    if key in results.get(above, {}) and key in results.get(below, {}):
         print(f"{text}: {results[above][key] / results[below][key]:.3f} ({above} / {below})")
 
 
