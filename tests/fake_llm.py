@@ -256,7 +256,7 @@ async def served(llm: FakeLLM, **settings: Any) -> AsyncIterator[str]:
         await task
 
 
-async def until(condition: Callable[[], bool], *, seconds: float = 20) -> None:
+async def until(condition: Callable[[], bool], *, seconds: float = 60) -> None:
     """Wait until `condition` is true; raises TimeoutError where it never is."""
     async with asyncio.timeout(seconds):
         while not condition():

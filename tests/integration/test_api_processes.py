@@ -20,7 +20,7 @@ from millstream.sim.hardware import load_hardware
 from tests.integration.test_serve import Server, is_alive, start
 
 SETTINGS = ("--device", "sim", "--api-processes", "2")
-WAIT_SECONDS = 30
+WAIT_SECONDS = 60
 
 
 @pytest.fixture(scope="module")

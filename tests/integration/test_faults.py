@@ -19,7 +19,7 @@ import pytest
 from tests.integration.test_serve import QUESTION, Server, is_alive, run_cli, start
 
 PIPELINE = ("--pipeline-parallel-size", "2", "--max-num-batched-tokens", "64")
-EXIT_LIMIT = 10
+EXIT_LIMIT = 60
 CLIENT_MESSAGE = "the engine has ended and can't answer"
 
 
@@ -85,7 +85,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         (signal.SIGKILL, 1, (), r"Stage 1 \(layers 15 to 29\) has ended \(signal 9\)"),
         (signal.SIGTERM, 0, (), r"Stage 0 \(layers 0 to 14\) has ended \(signal 15\)"),
-        (signal.SIGSTOP, 1, ("--watchdog-timeout", "2"), r"Stage 1 \(layers 15 to 29\) hangs: no answer for 2 s"),
+        (signal.SIGSTOP, 1, ("--watchdog-timeout", "4"), r"Stage 1 \(layers 15 to 29\) hangs: no answer for 4 s"),
     ],
     ids=["killed", "terminated", "stopped"],
 )
@@ -144,7 +144,7 @@ def test_two_servers_at_once_answer_alike_and_end_cleanly(tmp_path: Path, folder
     for pipeline, number in zip(pipelines, (signal.SIGINT, signal.SIGTERM), strict=True):
         pipeline.server.process.send_signal(number)
     for pipeline in pipelines:
-        assert pipeline.server.process.wait(20) == 0
+        assert pipeline.server.process.wait(60) == 0
         assert "Traceback" not in pipeline.server.log
         pipeline.assert_gone(folder)
 

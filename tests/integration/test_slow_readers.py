@@ -26,7 +26,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     running = start(tmp_path / "log", "--device", "sim", "--kv-cache-memory", "12", *settings)
     yield running
     running.process.terminate()
-    assert running.process.wait(30) == 0
+    assert running.process.wait(60) == 0
 
 
 class Reader:

@@ -40,7 +40,7 @@ class FakeServer:
 
     def __enter__(self) -> FakeServer:
         self._thread.start()
-        assert self._started.wait(20)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, *exc: object) -> None:

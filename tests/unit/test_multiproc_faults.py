@@ -13,7 +13,9 @@ import pytest
 
 from millstream.errors import ConfigError, EngineDeadError, MillstreamError
 from millstream.executor.base import Executor, make_executor
+from millstream.executor.multiproc import MultiprocExecutor
 from millstream.executor.stage_process import StageProcess
+from millstream.executor.start_watch import StartWatch
 from millstream.messages import SchedulerOutput, WorkerStart
 from millstream.parallel.stage import Stage
 from millstream.request import SamplingParams
@@ -69,6 +71,32 @@ def expect_death(pipeline: Pipeline, act: Callable[[], object], message: str) ->
     pipeline.executor.shutdown()
 
 
+def judge_when(monkeypatch: pytest.MonkeyPatch, is_settled: Callable[[MultiprocExecutor], bool]) -> None:
+    """Silence counts from the moment on that the stages which are well have done what they can: on a slow machine they
+    would take the blame."""
+    on_silence = MultiprocExecutor._on_silence
+
+    def patient(self: MultiprocExecutor) -> None:
+        if is_settled(self):
+            on_silence(self)
+        else:
+            self._watch.restart()
+
+    monkeypatch.setattr(MultiprocExecutor, "_on_silence", patient)
+
+
+def judge_start_when(monkeypatch: pytest.MonkeyPatch, is_settled: Callable[[StartWatch], bool]) -> None:
+    """The same while the stages start."""
+    find_hung = StartWatch.find_hung
+
+    def patient(self: StartWatch) -> int | None:
+        if not is_settled(self):
+            self._alive = [self._clock()] * len(self._alive)
+        return find_hung(self)
+
+    monkeypatch.setattr(StartWatch, "find_hung", patient)
+
+
 def run_on(session: Session) -> None:
     while True:
         session.step()
@@ -90,7 +118,14 @@ def test_an_idle_stage_is_killed(model: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_stage_hangs(model: Path, rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_hangs(
+    model: Path, rank: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def others_are_ahead(executor: MultiprocExecutor) -> bool:
+        assert executor._board is not None
+        return all(executor._board.num_done(r) > executor._board.num_done(rank) for r in range(rank))
+
+    judge_when(monkeypatch, others_are_ahead)
     pipeline = Pipeline(engine_config(model, pipeline_parallel_size=3, watchdog_timeout=1.0))
     session = start_decoding(pipeline)
     os.kill(pids(pipeline.executor)[rank], signal.SIGSTOP)
@@ -100,7 +135,8 @@ def test_a_stage_hangs(model: Path, rank: int, capfd: pytest.CaptureFixture[str]
     assert re.search(r"most recent call first.*worker/process\.py\", line \d+ in run_stage", shown, re.DOTALL)
 
 
-def test_an_idle_stage_hangs(model: Path) -> None:
+def test_an_idle_stage_hangs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_when(monkeypatch, lambda executor: executor._silent in (set(), {1}))
     pipeline = Pipeline(engine_config(model, pipeline_parallel_size=2, watchdog_timeout=1.0))
     os.kill(pids(pipeline.executor)[1], signal.SIGSTOP)
     expect_death(pipeline, pipeline.executor.wait, "Stage 1 .* hangs")  # type: ignore[attr-defined]
@@ -150,17 +186,22 @@ def test_a_stage_is_stopped_while_it_starts(model: Path, monkeypatch: pytest.Mon
             os.kill(self.pid, signal.SIGSTOP)
 
     monkeypatch.setattr(StageProcess, "__init__", stopped)
+    judge_start_when(monkeypatch, lambda watch: watch._waits(1 - rank))
     executor = make_executor(engine_config(model, pipeline_parallel_size=2, watchdog_timeout=1.0))
     with pytest.raises(EngineDeadError, match=rf"Stage {rank} .* hangs: no answer for 1 s \(--watchdog-timeout\)"):
         executor.start(lambda done, total: None)
 
 
-def test_a_stage_hangs_while_it_loads(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_hangs_while_it_loads(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # opening a pipe that nobody writes to takes for ever
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     os.mkfifo(tmp_path / "model.safetensors")
-    executor = make_executor(engine_config(tmp_path, pipeline_parallel_size=2, watchdog_timeout=1.0))
-    with pytest.raises(EngineDeadError, match=r"Stage 0 \(layers 0 to 1\) hangs: no answer for 1 s"):
+    executor = make_executor(engine_config(tmp_path, pipeline_parallel_size=2, watchdog_timeout=2.0))
+    judge_start_when(monkeypatch, lambda watch: watch._planned == {0, 1})
+    # both hang, and either may be the first
+    with pytest.raises(EngineDeadError, match=r"Stage [01] \(layers (0 to 1|2 to 3)\) hangs: no answer for 2 s"):
         executor.start(lambda done, total: None)
     assert re.search(
         r"most recent call first.*weights/checkpoint\.py\", line \d+ in", capfd.readouterr().err, re.DOTALL

@@ -1,20 +1,18 @@
 """The native tests again, with kernels built with the address and undefined-behaviour sanitizers.
 
-Takes a minute or two. Needs cmake, g++ and nanobind; skipped where one is missing.
+Takes a minute, after the build (tests/sanitized.py). Needs cmake, g++ and nanobind; skipped where one is missing.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.sanitized import ROOT, SanitizedBuild
 
-ROOT = Path(__file__).parents[2]
 TESTS = ("attention", "linear", "rows", "plan", "sampling")
 
 
@@ -27,21 +25,13 @@ from millstream.kernels import _native
 assert Path(_native.__file__).is_relative_to(Path(__file__).parent), f"{_native.__file__} is not the sanitized module"
 """
 
-MISSING = [name for name in ("cmake", "g++") if not shutil.which(name)]
-MISSING += ["nanobind"] * (importlib.util.find_spec("nanobind") is None)
 
-
-@pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
-def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path: Path) -> None:
-    build, source = tmp_path / "build", tmp_path / "source"
-    options = ["-DMILLSTREAM_SANITIZE=ON", f"-DPython_EXECUTABLE={sys.executable}"]
-    subprocess.run(["cmake", "-S", ROOT, "-B", build, *options], check=True)
-    subprocess.run(["cmake", "--build", build, "--parallel", "2"], check=True)
+def test_no_access_out_of_bounds_and_no_undefined_behaviour(tmp_path: Path, sanitized_build: SanitizedBuild) -> None:
+    source = tmp_path / "source"
     ignored = shutil.ignore_patterns("_native*.so", "csrc", "__pycache__")
     shutil.copytree(ROOT / "src" / "millstream", source / "millstream", ignore=ignored)
     shutil.copytree(ROOT / "tests", source / "tests", ignore=ignored)
-    [module] = build.glob("_native*.so")
-    shutil.copy(module, source / "millstream" / "kernels")
+    shutil.copy(sanitized_build.wait(), source / "millstream" / "kernels")
     libraries = [
         subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libstdc++.so")

@@ -26,7 +26,7 @@ from tests.fake_llm import MODEL, FakeLLM, FakeOutput, app_of, call, served, unt
 
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hi"}]
-WAIT = 20
+WAIT = 60
 
 
 def body(**more: Any) -> dict[str, Any]:
