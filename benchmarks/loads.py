@@ -1,11 +1,13 @@
 """The seeds' experiments at the scale of the machine at hand: what a feature is worth under a whole load.
 
     python benchmarks/loads.py streaming    # seed 003: streamed or not, K = 1 and 8, asynchronous or not
+    python benchmarks/loads.py turns        # streamed or not, in turn on one server: for a machine that drifts
     python benchmarks/loads.py pipeline     # seed 000: chunks in the pipe one by one, back to back, and balanced
     python benchmarks/loads.py clients      # asynchronous or not, at 1, 16 and 64 clients
 
-Each variant is a server of its own, started and loaded in turn by `millstream bench serve`; its tables are printed (and
-kept in --result-dir), then the variants side by side. Nothing else should run meanwhile; compare within one run.
+Each variant is a server of its own (but for `turns`), started and loaded in turn by `millstream bench serve`; its
+tables are printed (and kept in --result-dir), then the variants side by side. Nothing else should run meanwhile;
+compare within one run.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import urllib.request
 from dataclasses import dataclass
@@ -32,12 +35,19 @@ class Variant:
     bench: tuple[str, ...]
 
 
-def server_tpot(url: str) -> float:
-    """The server's own mean time per output token, in ms: it knows it for answers that are not streamed as well."""
+def server_times(url: str) -> tuple[float, float]:
+    """The server's own times per output token: their sum in ms, and of how many answers. It knows them for answers that
+    are not streamed as well."""
     with urllib.request.urlopen(f"{url}/metrics") as reply:
         text = reply.read().decode()
     found = {k: float(v) for k, v in re.findall(r"time_per_output_token_seconds_(sum|count)\S* (\S+)", text)}
-    return 1000 * found["sum"] / found["count"] if found.get("count") else float("nan")
+    return 1000 * found.get("sum", 0.0), found.get("count", 0.0)
+
+
+def server_tpot(before: tuple[float, float], after: tuple[float, float]) -> float:
+    """The mean time per output token of the answers between two calls of `server_times`, in ms."""
+    count = after[1] - before[1]
+    return (after[0] - before[0]) / count if count else float("nan")
 
 
 def run(variant: Variant, folder: Path) -> Result:
@@ -49,7 +59,7 @@ def run(variant: Variant, folder: Path) -> Result:
         # the first steps fit the cost model, fault memory in and open the connections
         warm_up = ["--num-warmups", "4", "--base-url", url, "--result-dir", str(folder), "--result-filename", name]
         subprocess.run([*command, *variant.bench, *warm_up], check=True)
-        tpot = server_tpot(url)
+        tpot = server_tpot((0.0, 0.0), server_times(url))
     found: Result = {k: v for k, v in json.loads((folder / name).read_text()).items() if isinstance(v, int | float)}
     return found | {"server_tpot_ms": tpot}
 
@@ -108,6 +118,30 @@ def streaming(args: argparse.Namespace) -> None:
         ratio(results, f"K={num_steps}: output tok/s, async to sync", "output_throughput", one, other)
 
 
+def turns(args: argparse.Namespace) -> None:
+    load = ("--num-prompts", str(args.num_prompts or 200), "--random-input-len", "215", "--random-output-len", "197")
+    command = [*MILLSTREAM, "bench", "serve", "--no-progress", "--ignore-eos", "--num-warmups", "4", *load]
+    for num_steps in (1, 8):
+        ratios = []
+        with server("--num-scheduler-steps", str(num_steps)) as url:
+            for i in range(args.rounds):
+                tpot = {"whole": 0.0, "streamed": 0.0}
+                # within a round the machine's drift is the same for both; other prompts each time, lest they are cached
+                for k, name in enumerate(("whole", "streamed", "streamed", "whole")):
+                    before = server_times(url)
+                    kind = ["--no-stream"] if name == "whole" else []
+                    bench = [*command, *kind, "--base-url", url, "--seed", str(4 * i + k)]
+                    subprocess.run(bench, check=True, stdout=subprocess.DEVNULL)
+                    tpot[name] += server_tpot(before, server_times(url)) / 2
+                ratios.append(tpot["streamed"] / tpot["whole"])
+                print(
+                    f"K={num_steps}: TPOT by the server {tpot['streamed']:.1f} ms streamed, {tpot['whole']:.1f} whole: "
+                    f"{ratios[-1]:.3f}",
+                    flush=True,
+                )
+        print(f"K={num_steps}: streamed to whole, median of {args.rounds} rounds: {statistics.median(ratios):.3f}")
+
+
 def pipeline(args: argparse.Namespace) -> None:
     # 2,250 to 6,750 tokens in, 100 to 300 out
     load = (
@@ -146,16 +180,17 @@ def clients(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=("streaming", "pipeline", "clients"))
+    parser.add_argument("experiment", choices=("streaming", "turns", "pipeline", "clients"))
     parser.add_argument("--num-prompts", type=int, help="in place of the experiment's own number")
     parser.add_argument(
         "--request-rate", type=float, default=0.115, help="of the pipeline's load: make it about 70 %% of capacity"
     )
     parser.add_argument("--without", nargs="*", default=[], help="variants of the pipeline's load to leave out")
+    parser.add_argument("--rounds", type=int, default=4, help="of `turns` (default: %(default)s)")
     parser.add_argument("--result-dir", type=Path, default=Path("results"))
     args = parser.parse_args()
     args.result_dir.mkdir(parents=True, exist_ok=True)
-    {"streaming": streaming, "pipeline": pipeline, "clients": clients}[args.experiment](args)
+    {"streaming": streaming, "turns": turns, "pipeline": pipeline, "clients": clients}[args.experiment](args)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
     python benchmarks/truth.py [--stages 1 2] [--rounds 3] [OPTION ...]
 
-For each number of stages it measures the machine (`simulate --calibrate`, with the threads that a stage has), starts a
-server, and lets `bench serve` and `simulate` have the same loads. Each round has all loads once; a figure is the median
-over the rounds, as the memory of a shared machine changes its speed. OPTIONs go to `serve` and `simulate` alike:
---no-async-scheduling, --num-scheduler-steps 8, --quantization int8. Run it where nothing else runs.
+For each number of stages it starts a server. Each round lets `bench serve` and `simulate` have the same loads, with
+prompts that the server has not seen. A shared machine changes its speed from one minute to the next: so it is measured
+(`simulate --calibrate`, with the threads that a stage has, beside the idle server) before and after each round, and
+what is predicted is the mean of what the two profiles say; a figure is the median over the rounds, and so is the ratio
+of the two figures of each round. OPTIONs go to `serve` and `simulate`
+alike: --no-async-scheduling, --num-scheduler-steps 8, --quantization int8. Run it where nothing else runs.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ LOADS = {
     "16 clients": "--max-concurrency 16 --random-input-len 128 --random-output-len 64",
     "2 a second": "--request-rate 2 --random-input-len 512 --random-output-len 48 --random-range-ratio 0.5",
 }
-NUM_PROMPTS = {"one client": 4, "16 clients": 32, "2 a second": 24}
+NUM_PROMPTS = {"one client": 16, "16 clients": 96, "2 a second": 48}
 SETTINGS = ["--kv-cache-memory", "1", "--max-num-batched-tokens", "256"]
 FIGURES = {
     "tok/s": "output_throughput",
@@ -62,28 +64,36 @@ def compare(num_stages: int, options: list[str], *, model: str, rounds: int, sha
     threads = len(os.sched_getaffinity(0)) // num_stages
     kind = ["--quantization", "int8"] if "int8" in options else []
     profile = f"this-cpu-{threads}" + ("-int8" if kind else "")
-    run("simulate", "--calibrate", "--model", model, "--threads", str(threads), *kind)
+    calibrate = ["simulate", "--calibrate", "--model", model, "--threads", str(threads), *kind]
     settings = [*SETTINGS, "--pipeline-parallel-size", str(num_stages), *options]
-    loads = {
-        name: [*flags.split(), "--num-prompts", str(max(1, round(NUM_PROMPTS[name] * share)))]
-        for name, flags in LOADS.items()
-    }
-    measured: dict[str, list[Result]] = {name: [] for name in LOADS}
+    simulate = ["simulate", "--model", model, "--hardware", profile, *settings]
+    pairs: dict[str, list[tuple[Result, Result]]] = {name: [] for name in LOADS}
     with tempfile.TemporaryDirectory() as folder, server(model, *settings) as url:
-        for _ in range(rounds):
-            for name, load in loads.items():
-                bench = ["bench", "serve", "--base-url", url, "--ignore-eos", "--num-warmups", "1"]
-                measured[name].append(result_of(bench, load, Path(folder)))
-        simulate = ["simulate", "--model", model, "--hardware", profile, *settings]
-        predicted = {name: result_of(simulate, load, Path(folder)) for name, load in loads.items()}
+        bench = ["bench", "serve", "--base-url", url, "--ignore-eos", "--num-warmups", "1"]
+        run(*calibrate)
+        for i in range(rounds):
+            loads = {}
+            for k, (name, flags) in enumerate(LOADS.items()):
+                num_prompts = max(1, round(NUM_PROMPTS[name] * share))
+                # a seed that no load had before: the server would find its prompts in the cache
+                loads[name] = [*flags.split(), "--num-prompts", str(num_prompts), "--seed", str(i * len(LOADS) + k)]
+            before = {name: result_of(simulate, load, Path(folder)) for name, load in loads.items()}
+            real = {name: result_of(bench, load, Path(folder)) for name, load in loads.items()}
+            run(*calibrate)
+            after = {name: result_of(simulate, load, Path(folder)) for name, load in loads.items()}
+            for name in LOADS:
+                said = {key: (before[name][key] + after[name][key]) / 2 for key in FIGURES.values()}
+                pairs[name].append((real[name], said))
     print(f"\n{num_stages} stages, {threads} threads each, {' '.join(options) or 'default settings'}")
-    print(f"{'':12}{'':11}{'measured':>10} {'predicted':>10} {'ratio':>6}   measured, lowest to highest")
+    print(f"{'':12}{'':11}{'measured':>10} {'predicted':>10} {'ratio':>6}   predicted / measured, lowest to highest")
     for name in LOADS:
         for title, key in FIGURES.items():
-            values = [result[key] for result in measured[name]]
-            real, said = statistics.median(values), predicted[name][key]
-            spread = f"{min(values):.1f} - {max(values):.1f}"
-            print(f"{name:12}{title:11}{real:10.1f} {said:10.1f} {said / real:6.2f}   {spread}")
+            measured, predicted = (
+                statistics.median(result[key] for result in results) for results in zip(*pairs[name], strict=True)
+            )
+            ratios = sorted(said[key] / real[key] for real, said in pairs[name])
+            spread = f"{ratios[0]:.2f} - {ratios[-1]:.2f}"
+            print(f"{name:12}{title:11}{measured:10.1f} {predicted:10.1f} {statistics.median(ratios):6.2f}   {spread}")
 
 
 def main() -> None:

@@ -1,15 +1,20 @@
 """Measures this machine with a real model and writes the hardware profile `this-cpu`.
 
-    steps of chosen shapes on the real worker ─> seconds ─> shares of the best arithmetic and bandwidth that were seen
+    steps of chosen shapes on the real workers ─> seconds ─> shares of the best arithmetic and bandwidth that were seen
     the real engine loop on an instant device ─> seconds of the engine process for each step and each row
 
 The peaks are whatever makes the best share 1, so the figures only mean something together. All of a layer's overhead is
 in the shares: other batch sizes and other layer counts are predicted well, other widths less so.
+
+With fewer threads than cores, stages fill the cores as they would in a pipeline: cores that work at once share memory
+and heat. A shared machine may change its speed within seconds: so every shape is timed in each of several passes, and
+its seconds are the mean over them, interruptions included, as a load of minutes will meet them.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import platform
 import re
 import statistics
@@ -47,9 +52,12 @@ CHUNK_TOKENS = (128, 256, 512)
 LONG_CONTEXT = 1024
 LONG_ROWS = 16
 LONG_CHUNK = 256
+LONG_CHUNK_CONTEXT = 1792
 SHORT_CONTEXT = 8
-MIN_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.6, 3, 40
+PASSES = 6
+MIN_SECONDS, MIN_REPEATS, MAX_REPEATS = 0.15, 3, 40
 FRONT_END_US = 3000.0
+_BEST_SHARE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,8 @@ class Prober:
         ]
         return SchedulerOutput(
             step_id=number,
-            forget_ids=[f"probe-{number - 1}-{row}" for row in range(max(DECODE_ROWS))],
+            # not before its tokens are back at the first stage
+            forget_ids=[f"probe-{number - self._executor.depth - 1}-{row}" for row in range(max(DECODE_ROWS))],
             new_requests=new,
             request_ids=[n.request_id for n in new],
             num_computed_tokens=[probe.context] * probe.num_rows,
@@ -102,15 +111,36 @@ class Prober:
         )
 
     def seconds(self, probe: Probe) -> float:
-        """The median time of the step, over at least MIN_REPEATS runs; the first is not counted."""
+        """The mean time of the step, over at least MIN_REPEATS runs; the first is not counted.
+
+        Of several stages it is the sum of their times, while all of them are kept busy.
+        """
+        if self._executor.depth > 1:
+            return self._stage_seconds(probe)
         self._executor.submit(self.step(probe))[0].result()
         times: list[float] = []
-        while len(times) < MIN_REPEATS or (sum(times) < MIN_SECONDS and len(times) < MAX_REPEATS):
+        while _goes_on(times):
             step = self.step(probe)
             started = time.perf_counter()
             self._executor.submit(step)[0].result()
             times.append(time.perf_counter() - started)
-        return statistics.median(times)
+        return statistics.fmean(times)
+
+    def _stage_seconds(self, probe: Probe) -> float:
+        in_flight = [self._executor.submit(self.step(probe))[0] for _ in range(self._executor.depth + 1)]
+        times: list[float] = []
+        while _goes_on(times[self._executor.depth :]):
+            result = in_flight.pop(0).result()
+            times.append(sum(result.stage_seconds) + sum(result.stage_send_seconds))
+            in_flight.append(self._executor.submit(self.step(probe))[0])
+        for future in in_flight:
+            future.result()
+        # while the first came through the others waited for them
+        return statistics.fmean(times[self._executor.depth :])
+
+
+def _goes_on(times: Sequence[float]) -> bool:
+    return len(times) < MIN_REPEATS or (sum(times) < MIN_SECONDS and len(times) < MAX_REPEATS)
 
 
 def fit(
@@ -133,15 +163,14 @@ def fit(
     def cost_of(profile: HardwareProfile) -> CostModel:
         return CostModel(arch, profile, dtype=dtype, parallel=ParallelConfig(), quantization=quantization)
 
-    decodes = {n: seconds_of(Probe(n, 1, SHORT_CONTEXT)) for n in DECODE_ROWS}
-    chunks = {n: seconds_of(Probe(1, n, 0)) for n in CHUNK_TOKENS}
     probes = {n: Probe(n, 1, SHORT_CONTEXT) for n in DECODE_ROWS} | {n: Probe(1, n, 0) for n in CHUNK_TOKENS}
-    measured = decodes | chunks
+    seconds = _timed([*probes.values(), _LONG_DECODES, _LONG_CHUNK], seconds_of)
+    measured = {n: seconds[probe] for n, probe in probes.items()}
     ops = 2.0 * arch.num_parameters()
     # what one row gets of the memory and the longest chunk gets of the arithmetic are the peaks
     (whole,) = stages_of((arch.num_layers,))
     bandwidth = stage_bytes(arch, whole, dtype, quantization=quantization, is_head_shared=True) / measured[1]
-    peak = max(n * ops / seconds for n, seconds in chunks.items())
+    peak = max(n * ops / measured[n] for n in CHUNK_TOKENS)
     profile = HardwareProfile(
         name=THIS_CPU,
         description=description,
@@ -165,12 +194,12 @@ def fit(
         return_us=0.0,
         front_end_us=FRONT_END_US,
     )
-    profile = _with_attention(cost_of, profile, make_step, seconds_of, decodes[LONG_ROWS], chunks[LONG_CHUNK])
+    profile = _with_attention(cost_of, profile, make_step, seconds)
     cost, shares = cost_of(profile), []
-    for rows, seconds in sorted(measured.items()):
+    for rows, taken in sorted(measured.items()):
         step = make_step(probes[rows])
         attention = _attention_seconds(cost, step)
-        shares.append((float(rows), (cost(step).stages[0] - attention) / max(seconds - attention, seconds / 10)))
+        shares.append((float(rows), (cost(step).stages[0] - attention) / max(taken - attention, taken / 10)))
     return msgspec.structs.replace(profile, linear_compute=shares, linear_bandwidth=shares)
 
 
@@ -179,28 +208,33 @@ def _attention_seconds(cost: CostModel, step: SchedulerOutput) -> float:
     return cost.arch.num_layers * cost.attention_seconds(shape_of(step))
 
 
+def _timed(probes: Sequence[Probe], seconds_of: Callable[[Probe], float]) -> dict[Probe, float]:
+    passes = [{probe: seconds_of(probe) for probe in probes} for _ in range(PASSES)]
+    return {probe: statistics.fmean(times[probe] for times in passes) for probe in probes}
+
+
+_LONG_DECODES = Probe(LONG_ROWS, 1, LONG_CONTEXT)
+_LONG_CHUNK = Probe(1, LONG_CHUNK, LONG_CHUNK_CONTEXT)
+
+
 def _with_attention(
     cost_of: Callable[[HardwareProfile], CostModel],
     profile: HardwareProfile,
     make_step: Callable[[Probe], SchedulerOutput],
-    seconds_of: Callable[[Probe], float],
-    short_decodes: float,
-    short_chunk: float,
+    seconds: dict[Probe, float],
 ) -> HardwareProfile:
     """The shares of attention, from what a long context adds to a step."""
 
-    def share(long: Probe, short: Probe, added: float) -> float:
+    def share(long: Probe, short: Probe) -> float:
         cost = cost_of(profile)
         long_seconds, short_seconds = (_attention_seconds(cost, make_step(probe)) for probe in (long, short))
-        # a difference within the noise would make attention free
-        return (long_seconds - short_seconds) / max(added, 1e-6)
+        # nothing is done much faster than what is done best: a difference lost in the noise would make it free
+        return min(_BEST_SHARE, (long_seconds - short_seconds) / max(seconds[long] - seconds[short], 1e-6))
 
-    decodes = Probe(LONG_ROWS, 1, LONG_CONTEXT)
-    bandwidth = share(decodes, Probe(LONG_ROWS, 1, SHORT_CONTEXT), seconds_of(decodes) - short_decodes)
-    profile = msgspec.structs.replace(profile, attention_bandwidth=bandwidth)
-    chunk = Probe(1, LONG_CHUNK, LONG_CONTEXT)
-    compute = share(chunk, Probe(1, LONG_CHUNK, 0), seconds_of(chunk) - short_chunk)
-    return msgspec.structs.replace(profile, attention_compute=compute)
+    profile = msgspec.structs.replace(
+        profile, attention_bandwidth=share(_LONG_DECODES, Probe(LONG_ROWS, 1, SHORT_CONTEXT))
+    )
+    return msgspec.structs.replace(profile, attention_compute=share(_LONG_CHUNK, Probe(1, LONG_CHUNK, 0)))
 
 
 class _InstantExecutor:
@@ -251,6 +285,8 @@ def calibrate(
     model: str | None, *, cache_dir: str | None, dtype: str, threads: int | None, quantization: str | None = None
 ) -> Path:
     """Measure and write the profile; where it is. Takes less than a minute. Raises ModelError or ConfigError."""
+    arch = load_shape(model or ModelConfig().model, cache_dir=cache_dir)
+    num_stages = 1 if threads is None else min(max(1, len(os.sched_getaffinity(0)) // threads), arch.num_layers)
     config = EngineConfig(
         model=ModelConfig(
             model=model or ModelConfig().model,
@@ -260,10 +296,13 @@ def calibrate(
             max_model_len=2048,
         ),
         cache=CacheConfig(kv_cache_memory=1.0),
-        scheduler=SchedulerConfig(max_num_seqs=2 * max(DECODE_ROWS), max_num_batched_tokens=max(CHUNK_TOKENS)),
-        parallel=ParallelConfig(threads=threads),
+        scheduler=SchedulerConfig(
+            max_num_seqs=(num_stages + 3) * max(DECODE_ROWS), max_num_batched_tokens=max(CHUNK_TOKENS)
+        ),
+        parallel=ParallelConfig(
+            threads=None if threads is None else threads * num_stages, pipeline_parallel_size=num_stages
+        ),
     )
-    arch = load_shape(config.model.model, cache_dir=cache_dir)
     executor = make_executor(config)
     try:
         info = executor.start(lambda done, total: None)
@@ -275,7 +314,10 @@ def calibrate(
             prober.seconds,
             host=host_seconds(info),
             description=f"{_cpu_name()}, measured with {config.model.model} in {quantization or info.dtype}",
-            sources=[f"Measured by millstream simulate --calibrate, {threads or 'all'} threads"],
+            sources=[
+                f"Measured by millstream simulate --calibrate, {threads or 'all'} threads"
+                + (f" in each of {num_stages} stages" if num_stages > 1 else "")
+            ],
             memory_gib=(info.weight_bytes + info.kv_cache_bytes) / 2**30 / 0.9 + 4,
             quantization=quantization,
         )
