@@ -73,3 +73,21 @@ def test_a_forgotten_request_is_in_no_step_that_follows_and_each_step_has_its_tu
     taken = [queue.take() for _ in range(4)]
     assert [(s.step_id, s.request_ids) for s in taken] == [(1, ["c"]), (0, []), (2, ["a"]), (0, [])]
     assert len(queue) == 0
+
+
+def test_the_next_step_is_certain_while_no_decision_has_begun() -> None:
+    queue = StepQueue()
+    assert queue.certain_step_id() is None
+    queue.put(decision(0, {"a": 1}))
+    queue.put(decision(1, {"b": 2}))
+    queue.put(decision(2, {"c": 1}))
+    assert queue.certain_step_id() == 0
+    queue.take()
+    assert queue.certain_step_id() == 1
+    queue.take()
+    # another stage may take 2 before or after the second step of 1: whichever had come by then
+    assert queue.certain_step_id() is None
+    queue.take(1)
+    assert queue.certain_step_id() == 2
+    queue.take()
+    assert queue.certain_step_id() is None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import shutil
@@ -158,9 +159,8 @@ class MultiprocExecutor:
                     tokens_out=tokens.writer if rank == num_stages - 1 else None,
                     log_level=logging.getLevelName(log.level).lower(),
                 )
-                inherited = [board_fd]
-                for end in (start.hidden_in, start.hidden_out, start.tokens_in, start.tokens_out):
-                    inherited += fds_of(end)
+                ends = (start.hidden_in, start.hidden_out, start.tokens_in, start.tokens_out)
+                inherited = [board_fd, *itertools.chain(*map(fds_of, ends))]
                 self._stages.append(StageProcess(start, stage, inherited=inherited))
 
     def _stage_config(self, num_stages: int, num_cpus: int) -> EngineConfig:

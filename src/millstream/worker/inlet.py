@@ -59,7 +59,7 @@ class KnownTokens:
         pass
 
 
-class ReturnedTokens:
+class ReturnedTokens(KnownTokens):
     """The first of several stages: the last one samples and sends the tokens here.
 
     The engine schedules a request's next token while the one before is in the making. It does so in the turn in which
@@ -71,9 +71,6 @@ class ReturnedTokens:
         self._tokens = tokens
         self._expected: deque[tuple[int, list[tuple[str, SlotState]]]] = deque()
         """By step: whose tokens will come, in the order in which they will."""
-
-    def next_step_id(self) -> int | None:
-        return None
 
     def prepare(self, step: SchedulerOutput) -> None:
         while self._expected and (self._tokens.is_ready() or self._lacks_tokens(step)):
@@ -87,10 +84,7 @@ class ReturnedTokens:
         if inputs.sampled_rows:
             rows = [(step.request_ids[i], inputs.states[i]) for i in inputs.sampled_rows]
             self._expected.append((step.step_id, rows))
-        return Arrived(inputs.token_ids_T, [])
-
-    def release(self) -> None:
-        pass
+        return super().take(step, inputs)
 
     def _lacks_tokens(self, step: SchedulerOutput) -> bool:
         rows = zip(step.request_ids, step.num_computed_tokens, step.num_scheduled_tokens, strict=True)

@@ -94,7 +94,9 @@ def run_stage(start: WorkerStart, socket: WorkerSocket) -> None:
     while True:
         while not queue or socket.has_message():
             _take(socket, start.rank, queue)
-        step_id = worker.next_step_id()
+        # known before the stage before has computed it, a step's tables are made meanwhile
+        known = queue.certain_step_id()
+        step_id = worker.next_step_id() if known is None else known
         while step_id is not None and step_id not in queue:
             _take(socket, start.rank, queue)
         output = worker.execute(queue.take(step_id))

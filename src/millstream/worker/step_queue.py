@@ -33,6 +33,13 @@ class StepQueue:
         is_taken = self._taken is not None and self._taken.step_id == step_id
         return is_taken or any(step.step_id == step_id for step in self._line)
 
+    def certain_step_id(self) -> int | None:
+        """The decision whose step is next whatever else comes, on every stage; None where it depends on when.
+
+        While no decision has begun, those that have come are taken in the order in which they came.
+        """
+        return self._line[0].step_id if self._line and self._taken is None and not self._forgotten else None
+
     def put(self, step: SchedulerOutput) -> None:
         """Queue a decision's first step."""
         if self._taken is not None and not set(self._taken.request_ids).isdisjoint(step.request_ids):
