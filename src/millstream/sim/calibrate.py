@@ -6,9 +6,9 @@
 The peaks are whatever makes the best share 1, so the figures only mean something together. All of a layer's overhead is
 in the shares: other batch sizes and other layer counts are predicted well, other widths less so.
 
-With fewer threads than cores, stages fill the cores as they would in a pipeline: cores that work at once share memory
-and heat. A shared machine may change its speed within seconds: so every shape is timed in each of several passes, and
-its seconds are the mean over them, interruptions included, as a load of minutes will meet them.
+With fewer threads than cores, stages fill the cores as they would in a pipeline: cores that work at once share the
+memory's bandwidth. A shared machine may change its speed within seconds: so every shape is timed in each of several
+passes, and its seconds are the mean over them, interruptions included, as a load of minutes will meet them.
 """
 
 from __future__ import annotations
